@@ -129,6 +129,24 @@ def full_fp32_weights(module):
     return {name: safe_get_full_fp32_param(p) for name, p in module.named_parameters() if p.requires_grad}
 
 
+def full_moments(module):
+    """{"exp_avg of name": full tensor} of both moments of the trainable parameters."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    keys = ("exp_avg", "exp_avg_sq")
+    return {f"{key} of {name}": safe_get_full_optimizer_state(p, key) for key in keys for name, p in trained}
+
+
+def with_lora(model, targets=("q_proj", "v_proj"), seed=1, **options):
+    """A model with adapters of PEFT on some of its layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    targets = targets if isinstance(targets, str) else list(targets)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, **options))
+
+
 def build(make, config, zero_init=False):
     """Make a model, under zero.Init when asked."""
     import deepspeed

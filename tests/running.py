@@ -7,14 +7,17 @@ An event is a function of the Running; any callable may stand between those that
 
 from __future__ import annotations
 
+import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine
+from models import batches, build, ds_config, full_fp32_weights, full_moments, full_weights, llama, make_engine
 from torch import Tensor, nn
 
 import zeropp_fp8
@@ -100,6 +103,7 @@ class Spec:
         optimizer: "adamw", "sgd", what makes one of a list of parameters, or None for an engine that does not train.
         leaves: classes of DeepSpeed's leaf modules, which make stock gather and reduce as the plugin does of blocks.
         plugin: whether it is on; None: where there is a section.
+        given: further arguments of deepspeed.initialize.
     """
 
     section: dict | None = None
@@ -112,6 +116,7 @@ class Spec:
     adapted: Callable[[nn.Module], nn.Module] | None = None
     leaves: tuple = ()
     plugin: bool | None = None
+    given: dict = field(default_factory=dict)
 
     def engine(self, model: nn.Module | None = None):
         """An engine over a new model, or over one that is there."""
@@ -122,7 +127,7 @@ class Spec:
             model = self.adapted(model) if self.adapted else model
         if self.leaves:
             deepspeed.utils.set_z3_leaf_modules(model, list(self.leaves))
-        return make_engine(model, config, self.optimizer, self.lr)
+        return make_engine(model, config, self.optimizer, self.lr, **self.given)
 
 
 @dataclass
@@ -134,6 +139,7 @@ class Trace:
         seen: what events have added.
         weights, masters: full tensors at the end: of the model, and of the optimizer in fp32.
         bytes: that this rank sent per step, by kind and link.
+        moments: full tensors of the optimizer at the end, as models.full_moments names them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -141,11 +147,13 @@ class Trace:
     weights: dict[str, Tensor] | None = None
     masters: dict[str, Tensor] | None = None
     bytes: dict[str, dict[str, float]] | None = None
+    moments: dict[str, Tensor] | None = None
 
 
 LEFT = {
     "weights": lambda engine: full_weights(engine.module),
     "masters": lambda engine: full_fp32_weights(engine.module),
+    "moments": lambda engine: full_moments(engine.module),
     "bytes": lambda engine: zeropp_fp8.wire_report(engine)["per_step"],
 }
 
@@ -161,21 +169,30 @@ class Running:
 Event = Callable[[Running], object]
 
 
-def run(spec: Spec, events: Iterable[Event], leaves: Iterable[str] = (), data: Iterable | None = None) -> Trace:
+def run(
+    spec: Spec,
+    events: Iterable[Event],
+    leaves: Iterable[str] = (),
+    data: Iterable | None = None,
+    model: nn.Module | None = None,
+) -> Trace:
     """Let the events happen to a new engine, one after the other; it is destroyed then.
 
     Args:
         leaves: which of LEFT the trace keeps.
         data: micro-batches; without it those of models.batches, a different sequence on each rank.
+        model: one that is there already.
     """
     if data is None:
         data = batches(10**6, dist.get_rank())
-    running = Running(spec.engine(), iter(data))
-    for event in events:
-        event(running)
-    for name in leaves:
-        setattr(running.trace, name, LEFT[name](running.engine))
-    running.engine.destroy()
+    running = Running(spec.engine(model), iter(data))
+    try:
+        for event in events:
+            event(running)
+        for name in leaves:
+            setattr(running.trace, name, LEFT[name](running.engine))
+    finally:
+        running.engine.destroy()
     return running.trace
 
 
@@ -251,14 +268,88 @@ def scaled(factor: float) -> Event:
     return event
 
 
-def saved(folder: str, tag: str) -> Event:
+def saved(folder: str, tag: str, **options) -> Event:
     """A checkpoint of the engine."""
-    return on_engine(lambda engine: engine.save_checkpoint(folder, tag=tag))
+    return on_engine(lambda engine: engine.save_checkpoint(folder, tag=tag, **options))
 
 
-def loaded(folder: str, tag: str) -> Event:
+def loaded(folder: str, tag: str, **options) -> Event:
     """The engine goes on from a checkpoint."""
-    return on_engine(lambda engine: engine.load_checkpoint(folder, tag=tag))
+
+    def event(running: Running) -> None:
+        path, _ = running.engine.load_checkpoint(folder, tag=tag, **options)
+        assert path is not None
+
+    return event
+
+
+def resumed(
+    spec: Spec,
+    before: Iterable[Event],
+    after: Iterable[Event],
+    leaves: Iterable[str] = (),
+    again: Spec | None = None,
+    data: Iterable | None = None,
+    folder: str | None = None,
+    tag: str = "saved",
+) -> tuple[Trace, Trace, Trace]:
+    """Traces of what is before a checkpoint, of what is after it in the same run, and in a new engine that loads it.
+
+    Args:
+        again: the new engine's; else the same over a model with other weights.
+        folder: for the checkpoint; else a temporary one.
+    """
+    folder, after, kept = folder or shared_folder(), list(after), []
+
+    def fork(running: Running) -> None:
+        running.data, to_come = itertools.tee(running.data)
+        kept.extend((running.trace, to_come))
+        running.trace = Trace()
+
+    went_on = run(spec, [*before, saved(folder, tag), fork, *after], leaves, data)
+    until, to_come = kept
+    return until, went_on, run(again or other(spec), [loaded(folder, tag), *after], leaves, to_come)
+
+
+def other(spec: Spec) -> Spec:
+    """The same engine over a model with other weights."""
+    return replace(spec, model=functools.partial(spec.model, seed=9))
+
+
+def state_of(engine) -> dict:
+    """All that a checkpoint brings back, as full tensors."""
+    return {name: LEFT[name](engine) for name in ("weights", "masters", "moments")}
+
+
+def exchanged(own: Spec, stock: Spec, steps: int, at_end: Iterable[Event] = (), back: Iterable[Event] = ()) -> dict:
+    """Of a run that saves half way: how it differs from one that resumes, what stock makes of it, and what of stock's.
+
+    Traces of "own", "stock" (which resumes as well, and saves) and "back" (which loads that) begin at the checkpoint
+    with `state_of`; "zero_to_fp32" are the weights that DeepSpeed's script finds in the first one.
+    """
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder, data, half = shared_folder(), list(batches(2 * steps, dist.get_rank())), [see(state_of), *[step] * steps]
+    _, went_on, again = resumed(own, [step] * steps, [*half, *at_end], ("weights",), data=data, folder=folder)
+    in_stock = run(
+        other(stock), [loaded(folder, "saved"), *half, saved(folder, "stock")], ("weights", "masters"), data[steps:]
+    )
+    return {
+        "differing": differing(went_on, again),
+        "own": went_on,
+        "stock": in_stock,
+        "back": run(other(own), [loaded(folder, "stock"), see(state_of), *back]),
+        "zero_to_fp32": get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved"),
+    }
+
+
+def universal(folder: str, tag: str) -> None:
+    """Let DeepSpeed's converter make a universal checkpoint of one that is there; its tag is "universal"."""
+    from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+
+    folders = ["x", "--input_folder", f"{folder}/{tag}", "--output_folder", f"{folder}/universal"]
+    with mock.patch("sys.argv", [*folders, "--num_extract_workers", "1", "--num_merge_workers", "1"]):
+        main(parse_arguments())
 
 
 def boundary(last: bool) -> Event:
@@ -267,6 +358,19 @@ def boundary(last: bool) -> Event:
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def equal(these, those) -> bool:
+    """Whether all that is in them is, tensors bit for bit."""
+    if not isinstance(those, type(these)):
+        return False
+    if isinstance(these, Tensor):
+        return torch.equal(these, those)
+    if isinstance(these, dict):
+        return these.keys() == those.keys() and all(equal(value, those[key]) for key, value in these.items())
+    if isinstance(these, (list, tuple)):
+        return len(these) == len(those) and all(map(equal, these, those))
+    return these == those
 
 
 def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
@@ -288,6 +392,6 @@ def differing(first: Trace, second: Trace, but: Iterable[str] = ()) -> dict[str,
         if isinstance(these, dict) and isinstance(those, dict) and name != "bytes":
             if changed(these, those):
                 found[name] = changed(these, those)
-        elif these != those:
+        elif not equal(these, those):
             found[name] = these, those
     return found

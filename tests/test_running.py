@@ -13,9 +13,12 @@ from running import (
     boundary,
     changed,
     differing,
+    equal,
     forward,
     freezing,
     on_engine,
+    resumed,
+    run,
     same,
     scaled,
     see,
@@ -23,8 +26,10 @@ from running import (
     within,
 )
 
-TRACE = Trace([1.0, 0.5], [[]], {"w": torch.ones(3)}, {"w": torch.ones(3)}, {"gradients": {"inter": 8.0}})
-OTHER = Trace([1.0, 0.25], [["left"]], {"w": torch.zeros(3)}, {"w": torch.full((3,), 1 + 2**-23)}, {})
+TRACE = Trace(
+    [1.0, 0.5], [[]], {"w": torch.ones(3)}, {"w": torch.ones(3)}, {"gradients": {"inter": 8.0}}, {"m": torch.ones(3)}
+)
+OTHER = Trace([1.0, 0.25], [["left"]], {"w": torch.zeros(3)}, {"w": torch.full((3,), 1 + 2**-23)}, {}, {})
 
 
 def test_the_same():
@@ -35,7 +40,7 @@ def test_the_same():
 def test_each_part_that_differs(name):
     """By a bit, by a name, or because one trace does not have it."""
     nothing = getattr(Trace(), name)
-    for value in (getattr(OTHER, name), nothing, {} if name in ("weights", "masters") else nothing):
+    for value in (getattr(OTHER, name), nothing, {} if name in ("weights", "masters", "moments") else nothing):
         other = copy.deepcopy(TRACE)
         setattr(other, name, value)
         assert differing(TRACE, other).keys() == differing(other, TRACE).keys() == {name}
@@ -48,6 +53,18 @@ def test_names_on_one_side():
         "b",
         "c",
     ]
+
+
+def test_tensors_inside_of_what_was_seen():
+    one = [{"w": torch.ones(2)}, (1, None)]
+    assert equal(one, copy.deepcopy(one)) and differing(Trace(seen=one), Trace(seen=copy.deepcopy(one))) == {}
+    for unlike in (
+        [{"w": torch.zeros(2)}, (1, None)],
+        [{"w": 1.0}, (1, None)],
+        one[:1],
+        [{"w": torch.ones(2)}, (1, 2)],
+    ):
+        assert not equal(one, unlike) and differing(Trace(seen=one), Trace(seen=unlike)).keys() == {"seen"}
 
 
 class Engine:
@@ -68,6 +85,16 @@ class Engine:
 
     def set_gradient_accumulation_boundary(self, last):
         self.log.append(f"last: {last}")
+
+    def save_checkpoint(self, folder, tag):
+        self.log.append(f"save {folder}/{tag}")
+
+    def load_checkpoint(self, folder, tag):
+        self.log.append(f"load {folder}/{tag}")
+        return f"{folder}/{tag}", {}
+
+    def destroy(self):
+        self.log.append("end")
 
     def __enter__(self):
         self.log.append("in")
@@ -110,3 +137,31 @@ def test_parameters_that_do_not_train_are_named_by_parts():
     assert freezing("0.", "bias")(model) is model
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["1.weight"]
     assert all(p.requires_grad for p in freezing()(model).parameters()), "of nothing, all train"
+
+
+class Engines:
+    """A spec of these."""
+
+    def __init__(self):
+        self.made = []
+
+    def engine(self, model=None):
+        self.made.append(Engine())
+        return self.made[-1]
+
+
+def test_a_run_that_resumes():
+    """What is after the checkpoint happens to both engines, on the same micro-batches."""
+    spec, data = Engines(), [(2,), (4,), (8,)]
+    until, *both = resumed(spec, [step], [step, forward], again=spec, data=data, folder="f", tag="t")
+    assert until.losses == [2.0] and [trace.losses for trace in both] == [[4.0, 8.0]] * 2
+    after = ["forward 4", "backward 4", "step", "forward 8", "end"]
+    assert spec.made[0].log == ["forward 2", "backward 2", "step", "save f/t", *after]
+    assert spec.made[1].log == ["load f/t", *after]
+
+
+def test_an_event_that_raises_ends_the_engine():
+    spec = Engines()
+    with pytest.raises(StopIteration):
+        run(spec, [forward, forward], data=[(2,)])
+    assert spec.made[0].log == ["forward 2", "end"]

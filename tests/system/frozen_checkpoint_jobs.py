@@ -2,69 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import os
+import shutil
 
 import torch
 import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.utils import zero_to_fp32
 from frozen_jobs import codes_of, load_into, with_lora
-from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, section
-from running import loss_of, stepped, switch
+from models import batches, full_fp32_weights, full_weights, llama, section
+from ranks import attempt
+from running import Spec, equal, evaluate, loaded, on_engine, run, saved, see, state_of, step, universal
 
 from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.frozen.store import stored_weight
 
-STATES = ("exp_avg", "exp_avg_sq")
+EVALUATED = next(batches(1, 77))  # the same on every rank
 
 
-def engine_of(fields, seed=0, dtype="fp32", zero_init=False, more=None, plugin=True, lora=with_lora, **overrides):
-    """An engine over a Llama with adapters, of a base model that `seed` chooses."""
-    import deepspeed
+def spec_of(fields, seed=0, dtype="fp32", zero_init=False, more=None, plugin=True, lora=with_lora, **config):
+    """Of a Llama with adapters, of a base model that `seed` chooses."""
+    chosen = section(**{"recipe": "lossless", "frozen": fields, **(more or {})}) if plugin else None
+    model = functools.partial(llama, seed=seed, attention_bias=True)  # frozen biases are not stored: beside codes
 
-    switch(plugin)
-    more = {"recipe": "lossless", **(more or {})}
-    chosen = section(frozen=fields, **more) if plugin else None
-    config = ds_config(chosen, dtype, **overrides)
+    def adapted(partitioned):
+        return lora(load_into(partitioned, model().state_dict()) if zero_init else partitioned)
 
-    def make():
-        return llama(seed=seed, attention_bias=True)  # biases are frozen and not stored: numbers beside codes
-
-    model = build(make, config, zero_init)
-    model = lora(load_into(model, make().state_dict()) if zero_init else model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+    return Spec(chosen, dtype, config, model, adamw, zero_init=zero_init, adapted=adapted)
 
 
-def steps(engine, which, total=4):
-    """Losses of the training steps `which` of `total`."""
-    losses = []
-    for index, tokens in enumerate(batches(total, dist.get_rank())):
-        if index in which:
-            losses.append(stepped(engine, tokens))
-    return losses
+def weights_of(engine):
+    return full_weights(engine.module)
 
 
-@torch.no_grad()
-def evaluation(engine):
-    """The loss on one batch, the same on every rank."""
-    tokens = next(batches(1, 77))
-    return float(loss_of(engine, tokens))
-
-
-def numpy_of(tensors):
-    return {name: tensor.detach().float().numpy() for name, tensor in tensors.items()}
-
-
-def state_of(engine, moments=STATES):
-    """What a checkpoint must bring back: all weights, fp32 weights and moments, in full."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
-    return {
-        "weights": numpy_of(full_weights(engine.module)),
-        "fp32": numpy_of(full_fp32_weights(engine.module)),
-        **{key: numpy_of({n: safe_get_full_optimizer_state(p, key) for n, p in trained.items()}) for key in moments},
-    }
+def codes_in(engine):
+    return codes_of(engine.module)
 
 
 def fresh_codes(engine, weights):
@@ -80,10 +54,6 @@ def fresh_codes(engine, weights):
     return fresh
 
 
-def same(mine, others):
-    return set(mine) == set(others) and all(torch.equal(mine[n], others[n]) for n in mine)
-
-
 def original(seed=0, **options):
     """{name: full tensor} of the frozen weights before they were stored, named as in the engine's model."""
     return {n: p.detach() for n, p in with_lora(llama(seed=seed, attention_bias=True), **options).named_parameters()}
@@ -91,194 +61,153 @@ def original(seed=0, **options):
 
 # -- saving, loading ---------------------------------------------------------------------------------------------------
 
+FROM_THE_CHECKPOINT = [evaluate(EVALUATED), step, step]
 
-def train_and_save(folder, fields, dtype="fp32", more=None, zero_init=False, universal=False):
-    """Two steps, a checkpoint, two steps. Returns the losses, the state at the checkpoint and a loss there."""
-    engine = engine_of(fields, dtype=dtype, more=more, zero_init=zero_init)
-    before = codes_of(engine.module)
-    losses = steps(engine, [0, 1])
-    engine.save_checkpoint(folder, tag="two")
-    fragments = torch.load(engine._get_ckpt_name(folder, "two"), weights_only=False)["frozen_param_fragments"].values()
-    codes = [f for f in fragments if isinstance(f, QuantizedFragment)]
-    assert all(f.payload.untyped_storage().nbytes() == f.payload.numel() for f in codes), "no view of a unit's buffer"
-    state, loss = state_of(engine), evaluation(engine)
-    losses += steps(engine, [2, 3])
-    assert same(codes_of(engine.module), before)
-    if universal and dist.get_rank() == 0:
-        make_universal(folder)
+
+def train_and_save(folder, fields, dtype="fp32", more=None, zero_init=False, universally=False):
+    """Two steps, a checkpoint, an evaluation, two steps. It has seen the state at the checkpoint."""
+
+    def are_payloads_alone(engine):
+        states = torch.load(engine._get_ckpt_name(folder, "two"), weights_only=False)["frozen_param_fragments"].values()
+        payloads = [fragment.payload for fragment in states if isinstance(fragment, QuantizedFragment)]
+        assert all(p.untyped_storage().nbytes() == p.numel() for p in payloads), "no view of a unit's buffer"
+
+    save = [saved(folder, "two"), on_engine(are_payloads_alone), see(state_of)]
+    events = [see(codes_in), step, step, *save, *FROM_THE_CHECKPOINT, see(codes_in)]
+    trace = run(spec_of(fields, dtype=dtype, more=more, zero_init=zero_init), events)
+    before, state, after = trace.seen
+    assert equal(before, after) and len(before) == (0 if fields["format"] == "none" else 14)
+    if universally and dist.get_rank() == 0:
+        universal(folder, "two")
     dist.barrier()
-    return {"losses": losses, "state": state, "evaluation": loss, "stored": len(before)}
+    trace.seen = [state]
+    return trace
 
 
-def make_universal(folder):
-    from deepspeed.checkpoint import ds_to_universal
-
-    ds_to_universal.main(
-        argparse.Namespace(
-            input_folder=f"{folder}/two",
-            output_folder=f"{folder}/universal",
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=False,
-        )
-    )
-
-
-def load_and_train(
-    folder, fields, dtype="fp32", more=None, zero_init=False, tag="two", plugin=True, load=None, **other
-):
+def load_and_train(folder, fields, tag="two", load=None, plugin=True, **options):
     """Load into an engine that began elsewhere, and go on. Codes must be those of weights that are stored afresh."""
-    engine = engine_of(fields, seed=9, dtype=dtype, more=more, zero_init=zero_init, plugin=plugin, **other)
-    elsewhere = codes_of(engine.module)
-    path, _ = engine.load_checkpoint(folder, tag=tag, **(load or {}))
-    codes = codes_of(engine.module)
-    assert path is not None and all(not torch.equal(codes[n], elsewhere[n]) for n in codes if elsewhere[n].any())
-    state, loss = state_of(engine, () if load else STATES), evaluation(engine)
-    return {
-        "fresh": same(codes, fresh_codes(engine, original())),
-        "state": state,
-        "evaluation": loss,
-        "losses": steps(engine, [2, 3]),
-        "stored": len(codes),
-    }
+
+    def state(engine):
+        codes = codes_in(engine)
+        assert equal(codes, fresh_codes(engine, original())) and len(codes) == (14 if plugin else 0)
+        # Without states there are no moments.
+        return (
+            {"weights": weights_of(engine), "masters": full_fp32_weights(engine.module)} if load else state_of(engine)
+        )
+
+    spec = spec_of(fields, seed=9, plugin=plugin, **options)
+    events = [see(codes_in), loaded(folder, tag, **(load or {})), see(codes_in), see(state), *FROM_THE_CHECKPOINT]
+    trace = run(spec, events, data=list(batches(4, dist.get_rank()))[2:])
+    elsewhere, codes, *trace.seen = trace.seen
+    assert all(not torch.equal(codes[name], before) for name, before in elsewhere.items() if before.any())
+    return trace
 
 
 def load_in_the_middle(folder, fields, more=None):
-    """Load over an engine that has trained, which holds copies of what it had."""
-    engine = engine_of(fields, seed=9, more=more)
-    steps(engine, [0])
-    engine.load_checkpoint(folder, tag="two")
-    return evaluation(engine), steps(engine, [2, 3])
+    """Losses from the checkpoint on, loaded over an engine that has trained, which holds copies of what it had."""
+    data = list(batches(4, dist.get_rank()))
+    events = [step, loaded(folder, "two"), *FROM_THE_CHECKPOINT]
+    return run(spec_of(fields, seed=9, more=more), events, data=[data[0], *data[2:]]).losses[1:]
 
 
 def load_from_numbers(folder, fields, dtype="fp32", into="fp32"):
     """A checkpoint of 16- or 32-bit slices, of stock or of the plugin, into a store with values `into`."""
-    result = {}
+    result, states = {}, dtype == into  # DeepSpeed looks for optimizer states under a name that depends on the dtype
     for tag, plugin in (("stock", False), ("plugin", True)):
-        engine = engine_of({"format": "none"}, dtype=dtype, plugin=plugin)
-        steps(engine, [0, 1])
-        engine.save_checkpoint(folder, tag=tag)
-        weights = full_weights(engine.module)
-        again = engine_of(fields, seed=9, dtype=into)
-        states = dtype == into  # DeepSpeed looks for optimizer states under a name that depends on the dtype
-        again.load_checkpoint(folder, tag=tag, load_optimizer_states=states, load_module_only=not states)
-        mine, stored = full_weights(again.module), codes_of(again.module)
-        others, values = [n for n in weights if n not in stored], next(again.module.parameters()).dtype
+        spec = spec_of({"format": "none"}, dtype=dtype, plugin=plugin)
+        weights = run(spec, [step, step, saved(folder, tag)], ("weights",)).weights
+        load = loaded(folder, tag, load_optimizer_states=states, load_module_only=not states)
+        looks = [see(codes_in), see(fresh_codes, weights), see(weights_of)]
+        again = run(spec_of(fields, seed=9, dtype=into), [load, *looks, step, step])
+        stored, fresh, mine = again.seen
+        values = torch.bfloat16 if into == "bf16" else torch.float32
         result[tag] = {
-            "fresh": same(stored, fresh_codes(again, weights)),
-            "others": all(torch.equal(mine[n], weights[n].to(values).float()) for n in others),
-            "trains": steps(again, [2, 3]),
+            "fresh": equal(stored, fresh),
+            "others": all(torch.equal(mine[n], w.to(values).float()) for n, w in weights.items() if n not in stored),
+            "trains": again.losses,
         }
     return result
 
 
-def refusals(folder, saved, plain):
+def refusals(folder, of_saved, plain):
     """What cannot be loaded: the messages, and whether it left everything as it was."""
     result = {}
 
-    def attempt(name, engine, **load):
-        before = numpy_of(full_weights(engine.module))
-        try:
-            engine.load_checkpoint(folder, tag=load.pop("tag", "two"), **load)
-            result[name] = "loaded"
-        except Exception as error:
-            result[name] = f"{type(error).__name__}: {error}"
-        after = numpy_of(full_weights(engine.module))
-        result[name, "kept"] = all((before[n] == after[n]).all() for n in before)
+    def load(name, tag="two", **options):
+        def event(engine):
+            before = weights_of(engine)
+            result[name] = attempt(lambda: engine.load_checkpoint(folder, tag=tag, **options))
+            result[name, "kept"] = equal(weights_of(engine), before)
 
-    attempt("other format", engine_of(plain, seed=9))
-    attempt("no store", engine_of({"format": "none"}, seed=9))
-    attempt("no store, module only", engine_of({"format": "none"}, seed=9), load_optimizer_states=False)
-    attempt("skipped", engine_of({**saved, "skip_modules": ["lm_head", "*embed*", "q_proj"]}, seed=9))
-    attempt("stock", engine_of(saved, seed=9, plugin=False))
-    engine = engine_of(saved, seed=9)
-    import deepspeed
+        return on_engine(event)
 
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-        engine.module.merge_adapter()
-    attempt("merged", engine)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-        engine.module.unmerge_adapter()
-    attempt("unmerged", engine)
-    attempt("excluded", engine_of(saved, seed=9), tag="excluded")
-    engine = engine_of(saved, seed=9)
-    before = codes_of(engine.module)
-    attempt("excluded, not strict", engine, tag="excluded", load_module_strict=False)
-    result["codes of excluded"] = same(codes_of(engine.module), before)
-    attempt("other shape", engine_of(saved, lora=lambda _: with_lora(llama(hidden=32))), load_module_strict=False)
-    attempt("no frozen parameter", engine_of(saved, lora=lambda model: with_lora(model, targets=["q_proj"])))
+    def merge(engine, what="merge_adapter"):
+        with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            getattr(engine.module, what)()
+
+    run(spec_of(plain, seed=9), [load("other format")])
+    module_only = load("no store, module only", load_optimizer_states=False)
+    run(spec_of({"format": "none"}, seed=9), [load("no store"), module_only])
+    run(spec_of({**of_saved, "skip_modules": ["lm_head", "*embed*", "q_proj"]}, seed=9), [load("skipped")])
+    run(spec_of(of_saved, seed=9, plugin=False), [load("stock")])
+    excluded = [load("excluded", "excluded"), see(codes_in)]
+    excluded += [load("excluded, not strict", "excluded", load_module_strict=False), see(codes_in)]
+    unmerged = [on_engine(merge, "unmerge_adapter"), *excluded, load("unmerged")]
+    seen = run(spec_of(of_saved, seed=9), [on_engine(merge), load("merged"), *unmerged]).seen
+    result["codes of excluded"] = equal(*seen)
+    small = spec_of(of_saved, lora=lambda _: with_lora(llama(hidden=32)))
+    run(small, [load("other shape", load_module_strict=False)])
+    fewer = spec_of(of_saved, lora=lambda model: with_lora(model, targets=["q_proj"]))
+    run(fewer, [load("no frozen parameter")])
     return result
 
 
 def save_merged_state(folder, fields):
     """A checkpoint while an adapter is merged has the codes from before; so has the engine afterwards."""
-    import deepspeed
 
-    engine = engine_of(fields)
-    before = codes_of(engine.module)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-        engine.module.merge_adapter()
-    changed = any(not torch.equal(before[n], c) for n, c in codes_of(engine.module).items())
-    engine.save_checkpoint(folder, tag="two")
-    again = engine_of(fields, seed=9)
-    again.load_checkpoint(folder, tag="two")
-    return changed, same(codes_of(again.module), before)
+    def merge(engine):
+        with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            engine.module.merge_adapter()
+
+    events = [see(codes_in), on_engine(merge), see(codes_in), saved(folder, "two")]
+    before, merged = run(spec_of(fields), events).seen
+    again = run(spec_of(fields, seed=9), [loaded(folder, "two"), see(codes_in)]).seen
+    return not equal(before, merged), equal(again, [before])
 
 
 def readers_of_numbers(folder):
     """What DeepSpeed's own readers make of codes: {reader: message, or result}."""
-    from deepspeed.utils.zero_to_fp32 import (
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-    )
-
-    found = {}
-    for name, reader in (
-        ("dict", lambda: get_fp32_state_dict_from_zero_checkpoint(folder, tag="two")),
-        ("lazy", lambda: get_fp32_state_dict_from_zero_checkpoint(folder, tag="two", lazy_mode=True)),
-        ("files", lambda: convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/converted", tag="two")),
-    ):
-        try:
-            reader()
-            found[name] = "read"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    without = get_fp32_state_dict_from_zero_checkpoint(folder, tag="two", exclude_frozen_parameters=True)
-    return found, numpy_of(without)
+    read = functools.partial(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, folder, tag="two")
+    to_files = zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+    found = {
+        "dict": attempt(read),
+        "lazy": attempt(lambda: read(lazy_mode=True)),
+        "files": attempt(lambda: to_files(folder, f"{folder}/converted", tag="two")),
+    }
+    return found, {name: w.detach().float() for name, w in read(exclude_frozen_parameters=True).items()}
 
 
 def save_excluded(folder, fields):
     """A checkpoint without frozen parameters, as the Trainer saves it for PEFT models."""
-    engine = engine_of(fields)
-    steps(engine, [0, 1])
-    engine.save_checkpoint(folder, tag="excluded", save_latest=False, exclude_frozen_parameters=True)
-    path = engine._get_ckpt_name(folder, "excluded")
-    saved = torch.load(path, weights_only=False)
-    return state_of(engine), saved["frozen_param_fragments"], os.path.getsize(path)
+    exclude = {"save_latest": False, "exclude_frozen_parameters": True}
+    path = see(lambda engine: engine._get_ckpt_name(folder, "excluded"))
+    (path,) = run(spec_of(fields), [step, step, saved(folder, "excluded", **exclude), path]).seen
+    return torch.load(path, weights_only=False)["frozen_param_fragments"], os.path.getsize(path)
 
 
-def some_files_are_missing(folder, into, fields):
-    """A universal checkpoint of which a rank finds fewer files than were saved."""
-    import shutil
+def files_are_missing(folder, into, fields):
+    """What is said of a universal checkpoint of which a rank finds fewer files than were saved, and of one rank's.
 
+    The other is `load_module_state_dict` without a folder, of a rank of a larger world.
+    """
     if dist.get_rank() == 0:
         shutil.copytree(f"{folder}/universal", f"{into}/universal")
         os.remove(f"{into}/universal/zero_pp_rank_3_mp_rank_00_model_states.pt")
     dist.barrier()
-    engine = engine_of(fields, seed=9, checkpoint={"load_universal": True})
-    try:
-        engine.load_checkpoint(into, tag="universal")
-    except RuntimeError as error:
-        return str(error)
-
-
-def states_by_hand(folder, fields):
-    """`load_module_state_dict` without a folder, of a rank of a larger world."""
-    engine = engine_of(fields, seed=9)
     states = torch.load(f"{folder}/two/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
-    try:
-        engine.load_module_state_dict(states)
-    except RuntimeError as error:
-        return str(error)
+    spec = spec_of(fields, seed=9, checkpoint={"load_universal": True})
+    loads = (
+        see(lambda engine: attempt(lambda: engine.load_checkpoint(into, tag="universal"))),
+        see(lambda engine: attempt(lambda: engine.load_module_state_dict(states))),
+    )
+    return run(spec, loads).seen

@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 import torch.distributed as dist
-from frozen_checkpoint_jobs import engine_of, evaluation, same, steps
-from frozen_jobs import codes_of
-from models import build, ds_config, full_weights, llama, make_engine, section
-from running import switch
+from deepspeed import zero
+from frozen_checkpoint_jobs import EVALUATED, codes_in, spec_of, weights_of
+from models import llama, section
+from ranks import attempt
+from running import Spec, equal, evaluate, on_engine, run, see, step
 
 import zeropp_fp8
 
 
-def consolidated(folder, fields, dtype):
-    """`save_16bit_model`, and what accelerate and the Trainer call."""
+def saved_for_trainers(folder, fields, dtype):
+    """`save_16bit_model`, what accelerate and the Trainer call, and `save_pretrained` inside GatheredParameters."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    engine = engine_of(fields, dtype=dtype, zero_optimization={**ds_config()["zero_optimization"], **zero})
-    steps(engine, [0, 1])
-    before, weights = codes_of(engine.module), full_weights(engine.module)
-    engine.save_16bit_model(folder, "model.bin")
-    adapters = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-    result = {"codes": same(codes_of(engine.module), before)}
-    if dist.get_rank() == 0:
-        engine.module.save_pretrained(f"{folder}/adapter", state_dict=adapters)
-        saved = torch.load(f"{folder}/model.bin")
-        result["16 bit"] = same({n: w.float() for n, w in saved.items()}, weights)
-        result["dtypes"] = {str(w.dtype) for w in saved.values()}
-        fresh = PeftModel.from_pretrained(llama(seed=9, attention_bias=True), f"{folder}/adapter")
-        loaded = get_peft_model_state_dict(fresh)
+    def adapter_in(folder):
+        fresh = PeftModel.from_pretrained(llama(seed=9, attention_bias=True), folder)
+        return {name: w.float() for name, w in get_peft_model_state_dict(fresh).items()}
+
+    def save(engine):
+        before, weights = codes_in(engine), weights_of(engine)
+        engine.save_16bit_model(folder, "model.bin")
+        adapters = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        result = {"codes": equal(codes_in(engine), before)}
+        # As scripts of the PEFT documentation do it.
+        with zero.GatheredParameters([p for p in engine.module.parameters() if p.requires_grad]):
+            engine.module.save_pretrained(f"{folder}/gathered", is_main_process=dist.get_rank() == 0)
         mine = get_peft_model_state_dict(engine.module, state_dict=weights)
-        result["adapter"] = same({n: w.float() for n, w in loaded.items()}, mine)
-        result["files"] = sorted(os.listdir(f"{folder}/adapter"))
-    dist.barrier()
-    return result
+        dist.barrier()
+        result["gathered"] = equal(adapter_in(f"{folder}/gathered"), dict(mine))
+        if dist.get_rank() == 0:
+            engine.module.save_pretrained(f"{folder}/adapter", state_dict=adapters)
+            saved = torch.load(f"{folder}/model.bin")
+            result["16 bit"] = equal({n: w.float() for n, w in saved.items()}, weights)
+            result["dtypes"] = {str(w.dtype) for w in saved.values()}
+            result["adapter"] = equal(adapter_in(f"{folder}/adapter"), dict(mine))
+            result["files"] = sorted(os.listdir(f"{folder}/adapter"))
+        dist.barrier()
+        return result
 
-
-def gathered_adapter(folder, fields):
-    """`save_pretrained` inside GatheredParameters, as scripts of the PEFT documentation do it."""
-    import deepspeed
-    from peft import PeftModel, get_peft_model_state_dict
-
-    engine = engine_of(fields)
-    steps(engine, [0, 1])
-    trained = [p for p in engine.module.parameters() if p.requires_grad]
-    with deepspeed.zero.GatheredParameters(trained):
-        engine.module.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
-    mine = get_peft_model_state_dict(engine.module, state_dict=full_weights(engine.module))
-    dist.barrier()
-    fresh = PeftModel.from_pretrained(llama(seed=9, attention_bias=True), folder)
-    return same(get_peft_model_state_dict(fresh), mine)
+    config = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
+    return run(spec_of(fields, dtype=dtype, **config), [step, step, see(save)]).seen[0]
 
 
 def all_kinds_of_adapters(kind):
@@ -87,30 +81,26 @@ def all_kinds_of_adapters(kind):
 
 def merged_model(folder, fields, kind="lora", dtype="fp32", merged=False, size="100KB", tie=False):
     """`save_merged_16bit` beside PEFT's merge_and_unload of an ordinary model that holds the decoded weights."""
-    import deepspeed
-
-    switch(True)
     if kind == "none":  # all is trained
         fields = {**fields, "modules": "frozen"}
-    lora, config = all_kinds_of_adapters(kind), ds_config(section("lossless", frozen=fields), dtype)
+    adapt, make = all_kinds_of_adapters(kind), functools.partial(llama, attention_bias=True, tie=tie)
+    spec = Spec(section("lossless", frozen=fields), dtype, model=make, adapted=adapt, lr=1e-2)
 
-    def make():
-        return llama(attention_bias=True, tie=tie)
+    def save(engine):
+        weights = weights_of(engine)
+        if merged:
+            with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+                engine.module.merge_adapter()
+        before, flags = codes_in(engine), merged_flags(engine.module)
+        zeropp_fp8.save_merged_16bit(engine, folder, max_shard_size=size)
+        kept = equal(codes_in(engine), before) and merged_flags(engine.module) == flags
+        available = [n for n, p in engine.module.named_parameters() if p.ds_status.name == "AVAILABLE"]
+        return weights, kept, available
 
-    engine = make_engine(lora(build(make, config)), config, lr=1e-2)
-    steps(engine, [0])
-    weights = full_weights(engine.module)
-    if merged:
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-            engine.module.merge_adapter()
-    before, flags = codes_of(engine.module), merged_flags(engine.module)
-    zeropp_fp8.save_merged_16bit(engine, folder, max_shard_size=size)
-    kept = same(codes_of(engine.module), before) and merged_flags(engine.module) == flags
-    available = [n for n, p in engine.module.named_parameters() if p.ds_status.name == "AVAILABLE"]
-    evaluation(engine)
+    weights, kept, available = run(spec, [step, see(save), evaluate(EVALUATED)]).seen[0]
     if dist.get_rank():
         return kept, available
-    return kept, available, beside_peft(folder, lora(make()), weights)
+    return kept, available, beside_peft(folder, adapt(make()), weights)
 
 
 def merged_flags(model):
@@ -140,36 +130,35 @@ def beside_peft(folder, ordinary, weights):
 
 
 def saving_again(folder, fields):
-    """One model with other file sizes, and of a model without an engine; then files of the first save are gone."""
-    engine = engine_of({**fields, "modules": "frozen"}, lora=lambda model: model)
-    files = []
-    for size in ("100KB", "1GB", 200_000):
+    """Files of one model with other file sizes, the last one's as a number."""
+
+    def save(engine, size):
         zeropp_fp8.save_merged_16bit(engine.module, folder, max_shard_size=size)
-        files.append(sorted(os.listdir(folder)))
+        files = sorted(os.listdir(folder))
         dist.barrier()
-    return files
+        return files
+
+    spec = spec_of({**fields, "modules": "frozen"}, lora=lambda model: model)
+    return run(spec, [see(save, size) for size in ("100KB", "1GB", 200_000)]).seen
 
 
 def merging_that_fails(folder, fields):
-    """Messages, the same on every rank, and an engine that still works."""
+    """Messages, the same on every rank, and losses of an engine that still works."""
+    from zeropp_fp8.zero.export import shard_writer
+
     messages = {}
 
-    def attempt(name, engine, where, **options):
-        try:
-            zeropp_fp8.save_merged_16bit(engine, where, **options)
-            messages[name] = "saved"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
+    def save(name, where, **options):
+        def event(engine):
+            messages[name] = attempt(lambda: zeropp_fp8.save_merged_16bit(engine, f"{folder}/{where}", **options))
 
-    engine = engine_of(fields)
-    attempt("size", engine, f"{folder}/a", max_shard_size="5 parrots")
-    attempt("no size", engine, f"{folder}/a", max_shard_size=0)
-    if dist.get_rank() == 0:
-        with open(f"{folder}/file", "w") as file:
-            file.write("in the way")
-    dist.barrier()
-    attempt("a file is in the way", engine, f"{folder}/file")
-    from zeropp_fp8.zero.export import shard_writer
+        return on_engine(event)
+
+    def put_in_the_way(engine):
+        if dist.get_rank() == 0:
+            with open(f"{folder}/file", "w") as file:
+                file.write("in the way")
+        dist.barrier()
 
     real, written = shard_writer.save_file, []
 
@@ -179,11 +168,12 @@ def merging_that_fails(folder, fields):
             raise OSError("No space left on device")
         real(*arguments, **options)
 
-    shard_writer.save_file = full_disk
-    attempt("the disk is full", engine, f"{folder}/a", max_shard_size="50KB")
-    shard_writer.save_file = real
-    attempt("then", engine, f"{folder}/a")
-    losses = steps(engine, [0, 1])
-    prompt = engine_of(fields, lora=all_kinds_of_adapters("prompt"))
-    attempt("prompt", prompt, f"{folder}/b")
+    def disk(save_file):
+        return lambda running: setattr(shard_writer, "save_file", save_file)
+
+    sizes = [save("size", "a", max_shard_size="5 parrots"), save("no size", "a", max_shard_size=0)]
+    in_the_way = [on_engine(put_in_the_way), save("a file is in the way", "file")]
+    full = [disk(full_disk), save("the disk is full", "a", max_shard_size="50KB"), disk(real)]
+    losses = run(spec_of(fields), [*sizes, *in_the_way, *full, save("then", "a"), step, step]).losses
+    run(spec_of(fields, lora=all_kinds_of_adapters("prompt")), [save("prompt", "b")])
     return messages, losses

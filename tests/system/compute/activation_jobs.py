@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 
 import torch
 import torch.distributed as dist
-from models import ds_config, llama, make_engine, section
-from running import switch
+from models import llama, section
+from ranks import attempt
+from running import Running, Spec, backward, evaluate, evaluated, forward, on_engine, run, see, step, update
 from torch import nn
 
 import zeropp_fp8
@@ -327,87 +329,80 @@ def hooks_of(engine):
     return next((part for part in engine.zeropp_fp8_session.parts if isinstance(part, ActivationHooks)), None)
 
 
-def without_sequence_parallelism(wire_format):
-    """What an engine without sequence parallelism makes of a wire format; its error, if it has one."""
-    switch(True)
-    config = ds_config(section("lossless", activations={"wire_format": wire_format}), "bf16")
-    try:
-        return hooks_of(make_engine(llama(), config))
-    except zeropp_fp8.ConfigError as error:
-        return str(error)
+def without_sequence_parallelism():
+    """What engines without sequence parallelism make of a wire format: an error, or no hooks."""
+    fp8, detect = (Spec(section("lossless", activations={"wire_format": each}), "bf16") for each in ("fp8", "detect"))
+    return attempt(fp8.engine), *run(detect, [see(hooks_of)]).seen
 
 
-def mean_over_ranks(loss):
-    total = loss.detach().float().clone()
+def means_over_ranks(losses):
+    total = torch.tensor(losses)
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return (total / dist.get_world_size()).tolist()
 
 
-def train_split(fp8, steps=8, dtype="bf16", recipe="lossless", checkpointing=None):
+def spec_of(model, mpu, recipe="lossless", fp8=False):
+    fields = {"activations": {"wire_format": "fp8"}} if fp8 else {}
+    return Spec(section(recipe, **fields), "bf16", model=model, given={"mpu": mpu})
+
+
+def train_split(fp8, steps=8, recipe="lossless", checkpointing=None):
     """Losses (means over ranks) and wire report: DistributedAttention, sequence parallel 2 x data parallel 2."""
-    switch(True)
     mpu = sequence_parallel()
-    model = SplitModel(mpu.get_sequence_parallel_group(), checkpointing=checkpointing)
-    engine = _engine(model, mpu, dtype, recipe, fp8)
-    losses = []
-    for tokens, positions, labels in parts(steps):
-        loss = engine(tokens, positions, labels)
-        engine.backward(loss)
-        engine.step()
-        losses.append(mean_over_ranks(loss))
-    before = zeropp_fp8.wire_report(engine)
-    engine.eval()
-    with torch.no_grad():
-        engine(*next(parts(1)))
-    after = zeropp_fp8.wire_report(engine)
+    model = functools.partial(SplitModel, mpu.get_sequence_parallel_group(), checkpointing=checkpointing)
+    look, evaluation = see(zeropp_fp8.wire_report), evaluate(next(parts(1)))
+    events = [*[step] * steps, look, on_engine(lambda engine: engine.eval()), evaluation, look]
+    trace = run(spec_of(model, mpu, recipe, fp8), events, data=parts(steps))
+    before, after = trace.seen
     assert after["per_step"] == before["per_step"]
-    return losses, after, after["outside_steps"]["intra"] - before["outside_steps"]["intra"]
+    outside = after["outside_steps"]["intra"] - before["outside_steps"]["intra"]
+    return means_over_ranks(trace.losses[:steps]), after, outside
 
 
 def two_engines(steps=4):
     """Losses of two engines over one sequence-parallel group, the first one in FP8, whose passes interleave."""
-    switch(True)
     mpu = sequence_parallel()
-    engines = [_engine(SplitModel(mpu.get_sequence_parallel_group()), mpu, fp8=fp8) for fp8 in (True, False)]
-    hooks = hooks_of(engines[0])
-    losses = [], []
-    for part in parts(steps):
-        found = [engine(*part) for engine in engines]
-        for engine, loss, own in reversed(list(zip(engines, found, losses))):
-            engine.backward(loss)
-            engine.step()
-            own.append(mean_over_ranks(loss))
+    model = functools.partial(SplitModel, mpu.get_sequence_parallel_group())
+    both = [Running(spec_of(model, mpu, fp8=fp8).engine(), parts(steps)) for fp8 in (True, False)]
+    engines = [running.engine for running in both]
+    for _ in range(steps):
+        for running in both:
+            forward(running)
+        for running in reversed(both):
+            backward(running)
+            update(running)
+    losses = tuple(means_over_ranks(running.trace.losses) for running in both)
     reports = [zeropp_fp8.wire_report(engine)["per_step"]["activations"]["intra"] for engine in engines]
     # A forward that raises leaves nothing switched on for whoever comes next.
     batch = next(parts(1))
     for engine in engines:
         engine.eval()
-    with torch.no_grad():
-        before = [float(engine(*batch)) for engine in engines]
-        with contextlib.suppress(IndexError):
-            engines[0](batch[0], batch[1] + 1000, batch[2])
-        after = [float(engine(*batch)) for engine in reversed(engines)][::-1]
-        said = fall_back(engines[0].optimizer)
-        fallen = float(engines[0](*batch))
-        hooks.remove()
-        exact = float(engines[0](*batch))
-    return losses, reports, before, after, exact, (said, fallen)
+    before = [evaluated(engine, batch) for engine in engines]
+    with contextlib.suppress(IndexError):
+        evaluated(engines[0], (batch[0], batch[1] + 1000, batch[2]))
+    after = [evaluated(engine, batch) for engine in reversed(engines)][::-1]
+    hooks, said = hooks_of(engines[0]), fall_back(engines[0].optimizer)
+    fallen = evaluated(engines[0], batch)
+    hooks.remove()
+    return losses, reports, before, after, evaluated(engines[0], batch), (said, fallen)
 
 
-def _engine(model, mpu, dtype="bf16", recipe="lossless", fp8=False):
-    import deepspeed
+class OfLogits(nn.Module):
+    """A causal LM whose loss is of labels that are shifted already."""
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fields = {"activations": {"wire_format": "fp8"}} if fp8 else {}
-    config = ds_config(section(recipe, **fields), dtype)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, positions, labels):
+        logits = self.model(input_ids=tokens, position_ids=positions).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def train_llama(fp8, steps=8, checkpointing=None):
     """The same for a transformers Llama through UlyssesSPAttentionHF."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    switch(True)
     model = llama(hidden=128, attn_implementation="sdpa")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=2
@@ -415,15 +410,9 @@ def train_llama(fp8, steps=8, checkpointing=None):
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
-    engine = _engine(model, mpu, fp8=fp8)
-    losses = []
-    for tokens, positions, labels in parts(steps):
-        logits = engine(input_ids=tokens, position_ids=positions).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append(mean_over_ranks(loss))
-    return losses, zeropp_fp8.wire_report(engine)
+    spec = spec_of(lambda: OfLogits(model), mpu, fp8=fp8)
+    trace = run(spec, [*[step] * steps, see(zeropp_fp8.wire_report)], data=parts(steps))
+    return means_over_ranks(trace.losses), *trace.seen
 
 
 def compiled():
@@ -438,13 +427,13 @@ def compiled():
     register_all_to_all_group(group)
     model = Exchanging(lambda x: ulysses_sp._dim_zero_all_to_all(group, x * 2).cos())
     out = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+    for module in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         ledger = WireLedger(2, 2)
         exchange = ActivationExchange(dist.get_rank() // 2, ledger)
         exchange.route(group)
         hooks = ActivationHooks(model, exchange)
         source = normal(rank, *SHAPES["heads"]).requires_grad_()
-        output = run(source)
+        output = module(source)
         output.backward(normal(50 + rank, *SHAPES["heads"]))
         hooks.remove()
         ledger.end_step()

@@ -3,84 +3,70 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from models import KEPT, Mlp, batches, compiled_by, ds_config, full_fp32_weights, llama, make_engine, section
-from running import loss_of, switch
+from models import KEPT, Mlp, batches, compiled_by, section, with_lora
+from ranks import attempt
+from running import Spec, evaluate, on_engine, run, see, step
 from torch._dynamo.utils import counters
 
 import zeropp_fp8
-from zeropp_fp8.config import ConfigError
 
 WAYS = ("eager", "blocks", "layer.compile", "engine.compile")
 STEPS = 4
 
 
-def _lora(model):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    model.enable_input_require_grads()
+def adapted(model, lora=False, checkpointing=None):
+    if lora:
+        model = with_lora(model)
+        model.enable_input_require_grads()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     return model
 
 
-def _layers(engine):
-    return [m for m in engine.module.modules() if type(m).__name__ == "LlamaDecoderLayer"]
+def spec_of(recipe, way, lora=False, checkpointing=None, dtype="fp32", fields=None, **config):
+    """Of a model that is compiled in a way."""
+    fields = {**(fields or {}), **({"compile": "blocks"} if way == "blocks" else {})}
+    adapt = functools.partial(adapted, lora=lora, checkpointing=checkpointing)
+    return Spec(section(recipe, **fields), dtype, {"gradient_clipping": 0.5, **config}, adapted=adapt)
 
 
-def _engine(recipe, way, lora=False, checkpointing=None, dtype="fp32", fields=None, **options):
-    switch(recipe is not None)
+def run_compiled(spec, way, backend, events, **more):
+    """`run` of an engine that is compiled in a way, by a backend."""
+
+    def compile_it(engine):
+        if way == "layer.compile":
+            for layer in engine.module.modules():
+                if type(layer).__name__ == "LlamaDecoderLayer":
+                    layer.compile(backend=backend)
+        if way == "engine.compile":
+            engine.compile(backend=backend)
+
     torch._dynamo.reset()
     counters.clear()
-    model = llama(layers=2)
-    if lora:
-        model = _lora(model)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    fields = (fields or {}) | ({"compile": "blocks"} if way == "blocks" else {})
-    the_section = section(recipe, **fields) if recipe is not None else None
-    return make_engine(model, ds_config(the_section, dtype, gradient_clipping=0.5, **options))
+    with compiled_by(backend):
+        return run(spec, [on_engine(compile_it), *events], **more)
 
 
-def _compile(engine, way, backend):
-    if way == "layer.compile":
-        for layer in _layers(engine):
-            layer.compile(backend=backend)
-    if way == "engine.compile":
-        engine.compile(backend=backend)
-
-
-def _traced():
+def traced(engine=None):
     """(graphs, those of recompilations too; graph breaks) since the engine was made."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def train(recipe, way, backend="aot_eager", evaluations=2, **options):
-    """Losses, weights, and what was traced after each step and after each evaluation."""
-    with compiled_by(backend):
-        engine = _engine(recipe, way, **options)
-        _compile(engine, way, backend)
-        losses, traced = [], []
-        for index, tokens in enumerate(batches(STEPS + evaluations, dist.get_rank())):
-            if index == STEPS:  # gradients are off from here on: graphs of their own
-                engine.eval()
-            if index < STEPS:
-                loss = loss_of(engine, tokens)
-                engine.backward(loss)
-                engine.step()
-            else:
-                with torch.no_grad():
-                    loss = loss_of(engine, tokens)
-            losses.append(loss.item())
-            traced.append(_traced())
-    found = {"losses": losses, "traced": traced, "weights": full_fp32_weights(engine.module)}
-    engine.destroy()
-    found["forwards"] = sum("forward" in module.__dict__ for module in engine.module.modules())
-    return found
+    """(trace of losses, weights, and what was traced after each step and each evaluation; own forwards in the end)."""
+    modules, tokens = [], list(batches(STEPS + evaluations, dist.get_rank()))
+    keep = on_engine(lambda engine: modules.extend(engine.module.modules()))
+    events = [keep, *[step, see(traced)] * STEPS, on_engine(lambda engine: engine.eval())]
+    for batch in tokens[STEPS:]:  # gradients are off from here on: graphs of their own
+        events += [evaluate(batch), see(traced)]
+    trace = run_compiled(spec_of(recipe, way, **options), way, backend, events, leaves=("masters",), data=tokens)
+    return trace, sum("forward" in module.__dict__ for module in modules)
 
 
 def each_way(cases):
@@ -88,28 +74,27 @@ def each_way(cases):
 
 
 def sampled(folder, cases):
-    """By case and way: `train` with samples of every second step; and the samples, on rank 0."""
+    """By case and way: the trace with samples of every second step; and the samples, on rank 0."""
     found = {}
     for name, case in cases.items():
         for way in case["ways"]:
             file = Path(folder, f"{name}, {way}.jsonl")
             fields = case.get("fields", {}) | {"numerics": {"every": 2, "parts": 1, "file": str(file)}}
             backend = "aot_eager" if way == "blocks" else "eager"
-            watched = train(case["recipe"], way, backend, evaluations=0, fields=fields)
-            samples = (
-                [json.loads(line)["rows"] for line in file.read_text().splitlines()] if not dist.get_rank() else []
-            )
-            found[name, way] = watched, samples
+            watched, _ = train(case["recipe"], way, backend, evaluations=0, fields=fields)
+            lines = file.read_text().splitlines() if dist.get_rank() == 0 else []
+            found[name, way] = watched, [json.loads(line)["rows"] for line in lines]
     return found
 
 
-def saved_tensors(recipe, way):
+def saved_tensors(recipe, ways):
     """What autograd saves of a forward: how many Parameters, and the names of those of whose values something else is.
 
     Values of a block live in a buffer that is used again once the block is released.
     """
-    with compiled_by("aot_eager"):
-        engine = _engine(recipe, way, dtype="bf16")
+    tokens = next(batches(1, dist.get_rank()))
+
+    def look(engine):
         found = []
 
         def pack(tensor):
@@ -119,11 +104,12 @@ def saved_tensors(recipe, way):
                 found.append(None if isinstance(tensor, torch.nn.Parameter) else name)
             return tensor
 
-        tokens = next(batches(1, dist.get_rank()))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             engine(input_ids=tokens, labels=tokens)
-        engine.destroy()
-    return found.count(None), [name for name in found if name is not None]
+        return found.count(None), [name for name in found if name is not None]
+
+    specs = [(spec_of(recipe, way, dtype="bf16"), way) for way in ways]
+    return [run_compiled(spec, way, "aot_eager", [see(look)]).seen[0] for spec, way in specs]
 
 
 def generated():
@@ -131,27 +117,25 @@ def generated():
 
     Not outside with engine.compile(), where each length of the cache is a graph, and half a minute.
     """
+    prompt = next(batches(1, 0, length=5))
+
+    def generate(engine, way):
+        ask = {"input_ids": prompt, "max_new_tokens": 3, "do_sample": False, "synced_gpus": True}
+        said = [engine.module.generate(**ask)] if way != "engine.compile" else []
+        before = traced()
+        for weights in ("values", "codes"):
+            with zeropp_fp8.generation(engine, weights=weights) as kept:
+                said.append(kept.generate(**ask))
+        return said, tuple(now - then for now, then in zip(traced(), before))
+
     found = {}
     for recipe, lora, ways in (("zeropp", False, ("eager", "blocks")), ("qlora", True, ("eager", "engine.compile"))):
         for way in ways:
-            with compiled_by("aot_eager"):
-                engine = _engine(recipe, way, lora)
-                _compile(engine, way, "eager")
-                prompt = next(batches(1, 0, length=5))
-                ask = {"max_new_tokens": 3, "do_sample": False, "synced_gpus": True}
-                said = [engine.module.generate(input_ids=prompt, **ask)] if way != "engine.compile" else []
-                before = _traced()
-                for weights in ("values", "codes"):
-                    with zeropp_fp8.generation(engine, weights=weights) as kept:
-                        said.append(kept.generate(input_ids=prompt, **ask))
-                inside = tuple(now - then for now, then in zip(_traced(), before))
-                tokens = next(batches(1, dist.get_rank()))
-                loss = loss_of(engine, tokens)
-                engine.backward(loss)
-                engine.step()
-                behind = _traced()
-                engine.destroy()
-            found[recipe, way] = (said, inside, loss.item(), behind)
+            backend = "eager" if way == "engine.compile" else "aot_eager"
+            events = [see(generate, way), step, see(traced)]
+            trace = run_compiled(spec_of(recipe, way, lora), way, backend, events)
+            (said, inside), behind = trace.seen
+            found[recipe, way] = said, inside, trace.losses[0], behind
     return found
 
 
@@ -187,9 +171,5 @@ def copies():
 
 def refusals():
     """A model without blocks."""
-    switch(True)
-    try:
-        make_engine(Mlp(layers=1), ds_config(section("zeropp", compile="blocks"), zero_optimization=KEPT))
-    except ConfigError as error:
-        return str(error)
-    return None
+    spec = Spec(section("zeropp", compile="blocks"), config={"zero_optimization": KEPT}, model=lambda: Mlp(layers=1))
+    return attempt(spec.engine)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import itertools
+import warnings
 
+import compute_jobs
+import deepspeed
+import running
 import torch
 import torch.distributed as dist
-from compute_jobs import engine_of
-from models import Mlp, batches, ds_config, full_weights, llama, make_engine, section, train
-from running import allow_fp16_on_cpu, evaluated, forward_backward, switch
+from compute_jobs import small_llama
+from deepspeed.utils import safe_get_full_grad
+from models import Mlp, batches, ds_config, full_weights, llama, with_lora
+from ranks import attempt
+from running import backward, evaluate, evaluated, forward, on_engine, run, see, step
 from torch import nn
 
 from zeropp_fp8 import sharded
@@ -21,30 +30,41 @@ def fp8(scaling="current", **more):
     return {"format": "fp8", "scaling": scaling, **more}
 
 
-def config_of(compute=None, weights="fp8_e4m3", dtype="bf16", node_size=None, fields=None, **overrides):
-    switch(True)
-    fields = {"compute": compute or fp8(), "weights": {"format": weights}, **(fields or {})}
-    return ds_config(section("lossless", ranks_per_node=node_size, **fields), dtype, **overrides)
-
-
-def small_llama(seed=0):
-    return llama(hidden=128, intermediate=384, seed=seed)
+def spec_of(compute=None, weights="fp8_e4m3", **options):
+    return compute_jobs.spec_of(compute or fp8(), weights, **options)
 
 
 def low_precision_layers(module):
     return sum(isinstance(m, LowPrecisionLinear) for m in module.modules())
 
 
-def steps_on(engine, steps=3, features=128, rows=32, **kwargs):
-    """Losses on random inputs that differ by rank."""
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(10 * step + dist.get_rank())
-        loss = engine(torch.randn(rows, features, dtype=next(engine.module.parameters()).dtype), **kwargs)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def inputs(steps, features=128, rows=32, dtype=torch.bfloat16):
+    """Random ones that differ by rank."""
+    for index in range(steps):
+        torch.manual_seed(10 * index + dist.get_rank())
+        yield (torch.randn(rows, features, dtype=dtype),)
+
+
+def write(engine, values, rank=0):
+    """Give parameters what `values(name, param)` says, None for what stays."""
+    params = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=rank):
+        if dist.get_rank() == rank:
+            for name, param in params.items():
+                value = values(name, param)
+                if value is not None:
+                    param.data.copy_(value)
+
+
+def with_its_weights(engine):
+    """A new model with the weights of an engine."""
+    model = small_llama()
+    model.load_state_dict(full_weights(engine.module))
+    return model
+
+
+def live_operands(engine):
+    return sum(sharded.known(p).operand is not None for p in engine.module.parameters())
 
 
 # -- who reads the values of a weight --------------------------------------------------------------------------------
@@ -74,50 +94,44 @@ class Blocks(nn.Module):
         return x.float().square().mean()
 
 
-def weights_read_as_numbers(granularity, kept=False):
-    """{wire format: losses}, and which weights are decoded for readers."""
-    losses, read = {}, []
-    for weights in ("none", "fp8_e4m3"):
-        zero = KEPT if kept else {}
-        fields = {"gather_granularity": granularity}
-        engine = make_engine(Blocks(ReadingBlock), config_of(weights=weights, fields=fields, zero_optimization=zero))
-        losses[weights] = steps_on(engine)
-        read = sorted(name for name, p in engine.module.named_parameters() if sharded.known(p).as_numbers)
-        engine.destroy()
-    return losses, read, sum(sharded.known(p).as_numbers for p in engine.module.parameters())
+def weights_read_as_numbers(cases):
+    """Losses where weights travel as they are; of each (granularity, kept) those with codes, and what is decoded.
+
+    And how many weights are decoded for readers once the engine is gone.
+    """
+    data, found, make = list(inputs(3)), [], functools.partial(Blocks, ReadingBlock)
+    names = see(lambda engine: sorted(n for n, p in engine.module.named_parameters() if sharded.known(p).as_numbers))
+    for granularity, kept in cases:
+        model, config = make(), {"zero_optimization": KEPT if kept else {}}
+        spec = spec_of(fields={"gather_granularity": granularity}, config=config)
+        trace = run(spec, [*[step] * 3, names], data=data, model=model)
+        found.append((trace.losses, *trace.seen, sum(sharded.known(p).as_numbers for p in model.parameters())))
+    return run(spec_of(weights="none", model=make), [step] * 3, data=data).losses, found
 
 
-def dora(inference_first=False):
-    """{wire format: losses} of LoRA that looks at the norm of the weight."""
-    from peft import LoraConfig, get_peft_model
+def dora():
+    """Losses of LoRA that looks at the norm of the weight: of weights as they are, of codes, and after inference."""
+    dora = functools.partial(with_lora, targets=("q_proj",), use_dora=True)
+    specs = (spec_of(weights=weights, adapted=dora, lr=1e-2) for weights in ("none", "fp8_e4m3"))
+    kept = spec_of(adapted=dora, lr=1e-2, config={"zero_optimization": KEPT})
+    tokens = next(batches(1, 0))
 
-    losses = {}
-    for weights in ("none", "fp8_e4m3"):
-        config = config_of(weights=weights, zero_optimization=KEPT if inference_first else {})
-        model = get_peft_model(small_llama(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
-        engine = make_engine(model, config, lr=1e-2)
-        if inference_first:
-            tokens = next(batches(1, 0))
-            with torch.inference_mode():
-                engine(input_ids=tokens, labels=tokens)
-        losses[weights] = train(engine, 3)
-        engine.destroy()
-    return losses
+    def infer(engine):
+        with torch.inference_mode():
+            engine(input_ids=tokens, labels=tokens)
+
+    plain, codes = (run(spec, [step] * 3).losses for spec in specs)
+    return plain, codes, run(kept, [on_engine(infer), *[step] * 3]).losses
 
 
 def gradients_in_eval_mode():
     """{wire format: norms of gradients} of a model in eval mode."""
-    from deepspeed.utils import safe_get_full_grad
 
-    tokens, norms = next(batches(1, dist.get_rank())), {}
-    for weights in ("none", "fp8_e4m3"):
-        engine = make_engine(small_llama(), config_of(fp8(), weights))
-        engine.eval()
-        forward_backward(engine, tokens)
-        named = engine.module.model.layers.named_parameters()
-        norms[weights] = [safe_get_full_grad(p).norm().item() for _, p in named]
-        engine.destroy()
-    return norms
+    def norms(engine):
+        return [safe_get_full_grad(p).norm().item() for p in engine.module.model.layers.parameters()]
+
+    events = [on_engine(lambda engine: engine.eval()), forward, backward, see(norms)]
+    return {weights: run(spec_of(weights=weights), events).seen[0] for weights in ("none", "fp8_e4m3")}
 
 
 # -- settings that must not matter -----------------------------------------------------------------------------------
@@ -125,70 +139,51 @@ def gradients_in_eval_mode():
 
 def same_losses_whatever_the_setting(settings):
     """Losses of each of several (fields, zero_optimization) over the same model and data."""
-    results = []
-    for fields, zero in settings:
-        engine = make_engine(small_llama(), config_of(fields=fields, zero_optimization=zero))
-        results.append(train(engine, 2))
-        engine.destroy()
-    return results
+    specs = [spec_of(fields=fields, config={"zero_optimization": zero}) for fields, zero in settings]
+    return [run(spec, [step, step]).losses for spec in specs]
 
 
 def partial_write(scope, scaling):
-    """Two weights written while all units are live: losses before, after, and of a fresh engine with these weights."""
-    import deepspeed
+    """Two weights written while all units are live.
 
-    config = config_of(fp8(scaling), fields={"secondary": {"scope": scope}}, zero_optimization=KEPT)
-    engine = make_engine(small_llama(), config)
-    tokens = next(batches(1, dist.get_rank()))
-    train(engine, 2)
-    before = evaluated(engine, tokens)
-    live = sum(sharded.known(p).operand is not None for p in engine.module.parameters())
+    Losses before, twice after, of a fresh engine with these weights and of the first one beside it; live weights.
+    """
+    spec = spec_of(fp8(scaling), fields={"secondary": {"scope": scope}}, config={"zero_optimization": KEPT})
+    tokens, fresh = next(batches(1, dist.get_rank())), []
+    changes = on_engine(write_outputs, rank=1)
+    look, beside = evaluate(tokens), on_engine(lambda engine: fresh.append(spec.engine(with_its_weights(engine))))
+
+    def of_fresh(running):
+        running.trace.losses.append(evaluated(fresh[0], tokens))
+
+    trace = run(spec, [step, step, look, see(live_operands), changes, look, look, beside, of_fresh, look])
+    return trace.seen[0], trace.losses[2:]
+
+
+def write_outputs(engine, rank):
     written = [layer.self_attn.o_proj.weight for layer in engine.module.model.layers]
-    with deepspeed.zero.GatheredParameters(written, modifier_rank=1):
-        if dist.get_rank() == 1:
+    with deepspeed.zero.GatheredParameters(written, modifier_rank=rank):
+        if dist.get_rank() == rank:
             for weight in written:
                 weight.data.mul_(-3)
-    after = [evaluated(engine, tokens) for _ in range(2)]
-    model = small_llama()
-    model.load_state_dict(full_weights(engine.module))
-    fresh = evaluated(make_engine(model, config), tokens)
-    return live, before, after, fresh, evaluated(engine, tokens)
 
 
 def written_from_outside():
     """Losses after all weights were written: of an engine without amax histories, and of one that has others'."""
-    import deepspeed
-
-    tokens, losses = next(batches(1, dist.get_rank(), seed=7)), []
-    for steps in (0, 2):
-        engine = make_engine(small_llama(), config_of(fp8("delayed"), weights="none"))
-        train(engine, steps)
-        new = small_llama(seed=5).parameters()
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-            if dist.get_rank() == 0:
-                for (name, param), value in zip(engine.module.named_parameters(), new):
-                    param.data.copy_(value * (8 if "proj" in name else 1))
-        losses.append(evaluated(engine, tokens))
-        engine.destroy()
-    return losses
+    tokens, new = next(batches(1, dist.get_rank(), seed=7)), dict(small_llama(seed=5).named_parameters())
+    change = on_engine(write, lambda name, param: new[name] * (8 if "proj" in name else 1))
+    spec = spec_of(fp8("delayed"), weights="none")
+    return [run(spec, [*[step] * steps, change, evaluate(tokens)]).losses[-1] for steps in (0, 2)]
 
 
 def norms_written_from_outside():
     """Losses after norms were written: of an engine made of these weights, and of the one that has trained them."""
-    import deepspeed
-
-    tokens, config = next(batches(1, dist.get_rank(), seed=7)), config_of(fp8("delayed"), weights="none")
-    engine = make_engine(small_llama(), config)
-    train(engine, 2)
-    norms = [param for name, param in engine.module.named_parameters() if "norm" in name]
-    with deepspeed.zero.GatheredParameters(norms, modifier_rank=0):
-        if dist.get_rank() == 0:
-            for param in norms:
-                param.data.mul_(8)
-    after = evaluated(engine, tokens)
+    tokens, spec = next(batches(1, dist.get_rank(), seed=7)), spec_of(fp8("delayed"), weights="none")
+    change = on_engine(write, lambda name, param: param * 8 if "norm" in name else None)
+    trace = run(spec, [step, step, change, evaluate(tokens)], ("weights",))
     model = small_llama()
-    model.load_state_dict(full_weights(engine.module))
-    return evaluated(make_engine(model, config), tokens), after
+    model.load_state_dict(trace.weights)
+    return run(spec, [evaluate(tokens)], model=model).losses[0], trace.losses[-1]
 
 
 # -- ranks that differ -----------------------------------------------------------------------------------------------
@@ -231,25 +226,23 @@ def different_experts(compute, weights, recipe="lossless", granularity="block", 
 
     `leaf`: the mixture is gathered as one. `idle`: rank 0 uses no expert at all in the first step.
     """
-    import deepspeed
+    rank = dist.get_rank()
 
-    switch(True)
-    fields = {"compute": compute, "weights": {"format": weights}, "gather_granularity": granularity}
-    model = OfExperts()
-    if leaf:
-        deepspeed.utils.set_z3_leaf_modules(model, [Experts])
-    engine = make_engine(model, ds_config(section(recipe, **fields), "bf16"))
-    rank, losses = dist.get_rank(), []
-    with torch.no_grad():  # an evaluation has no backward, and must not be waited for in the next one
-        engine(torch.ones(4, 8, dtype=torch.bfloat16), chosen={0: 4})
-    for step in range(3):
-        chosen = {i: 12 if i == (rank + step) % 3 else 0 for i in range(3)}
-        if idle and (rank, step) == (0, 0):
-            chosen = {}
-        losses += steps_on(engine, 1, features=8, rows=16, chosen=chosen)
-    conversion = engine.zeropp_fp8_session.conversion
-    state = {} if conversion is None else conversion.scaling.state_dict()
-    return losses, state.get("history"), all(w.isfinite().all() for w in full_weights(engine.module).values())
+    def data():
+        for index, (x,) in enumerate(inputs(3, features=8, rows=16)):
+            chosen = {i: 12 if i == (rank + index) % 3 else 0 for i in range(3)}
+            yield x, {} if idle and (rank, index) == (0, 0) else chosen
+
+    def history(engine):
+        conversion = engine.zeropp_fp8_session.conversion
+        return None if conversion is None else conversion.scaling.state_dict().get("history")
+
+    fields = {"gather_granularity": granularity}
+    spec = spec_of(compute, weights, recipe=recipe, fields=fields, model=OfExperts, leaves=(Experts,) * leaf)
+    # An evaluation has no backward, and must not be waited for in the next one.
+    first = evaluate((torch.ones(4, 8, dtype=torch.bfloat16), {0: 4}))
+    trace = run(spec, [first, *[step] * 3, see(history)], ("weights",), data())
+    return trace.losses[1:], *trace.seen, all(w.isfinite().all() for w in trace.weights.values())
 
 
 # -- steps that are skipped, forwards that raise ----------------------------------------------------------------------
@@ -258,18 +251,19 @@ def different_experts(compute, weights, recipe="lossless", granularity="block", 
 def loss_scales(steps=9):
     """Of each fp16 step: (overflow, loss scale, gradients with a history, largest gradient that scales hold,
     largest newest amax of gradients)."""
-    allow_fp16_on_cpu()
+    running.allow_fp16_on_cpu()
     fp16 = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
-    config = config_of(fp8("delayed", allow_fp16=True), dtype="fp16", node_size=1, fp16=fp16)
-    engine = make_engine(small_llama(), config)
-    scaling, seen = engine.zeropp_fp8_session.conversion.scaling, []
-    for _ in range(steps):
-        train(engine, 1, seed=len(seen))
+
+    def look(engine):
+        scaling = engine.zeropp_fp8_session.conversion.scaling
         known = [index for index in scaling._known if index % 3 == 2]
         held = (scaling._scale[known, 0] * 448).max().item() if known else 0.0
         newest = scaling._recorded.newest[known].max().item() if known else 0.0
-        seen.append((engine.optimizer.overflow, engine.optimizer.loss_scale, len(known), held, newest))
-    return seen
+        return engine.optimizer.overflow, engine.optimizer.loss_scale, len(known), held, newest
+
+    data = itertools.chain(*(batches(1, dist.get_rank(), seed=seed) for seed in range(steps)))
+    spec = spec_of(fp8("delayed", allow_fp16=True), dtype="fp16", node_size=1, config={"fp16": fp16})
+    return run(spec, [step, see(look)] * steps, data=data).seen
 
 
 def after_a_forward_that_raised():
@@ -278,18 +272,16 @@ def after_a_forward_that_raised():
     def interrupted(module, args):
         raise KeyError("interrupted")
 
-    engine = engine_of(fp8(), "fp8_e4m3")
-    hook = engine.module.model.layers[1].mlp.register_forward_pre_hook(interrupted)
-    try:
-        train(engine, 1)
-    except KeyError:
+    def raise_in_forward(running):
+        hook = running.engine.module.model.layers[1].mlp.register_forward_pre_hook(interrupted)
+        with contextlib.suppress(KeyError):
+            forward(running)
         hook.remove()
-    try:
-        full_weights(engine.module)
-        said = ""
-    except RuntimeError as error:
-        said = str(error)
-    return said, train(engine, 2), train(engine_of(fp8(), "fp8_e4m3"), 2)
+
+    look, spec = see(lambda engine: attempt(lambda: full_weights(engine.module))), spec_of()
+    first, *later = batches(3, dist.get_rank())
+    trace = run(spec, [raise_in_forward, look, step, step], data=[first, *later])
+    return trace.seen[0], trace.losses, run(spec, [step, step], data=later).losses
 
 
 # -- beginnings and ends of engines ----------------------------------------------------------------------------------
@@ -297,60 +289,47 @@ def after_a_forward_that_raised():
 
 def destroyed_again():
     """Layers in low precision after each event; losses of the second engine, and of one over another model."""
-    model = small_llama()
-    first = make_engine(model, config_of())
-    first.destroy()
-    counts = [low_precision_layers(model)]
-    second = make_engine(model, config_of())
-    first.destroy()  # DeepSpeed does so when the engine is collected
-    counts.append(low_precision_layers(model))
-    losses = train(second, 2)
-    del first
-    gc.collect()
-    counts.append(low_precision_layers(model))
-    losses += train(second, 1)
-    second.destroy()
-    counts.append(low_precision_layers(model))
-    other = make_engine(small_llama(), config_of())
-    return counts, losses, train(other, 2) + train(other, 1)
+    model, spec, counts = small_llama(), spec_of(), []
+    ended = [spec.engine(model)]
+
+    def count(*_):
+        counts.append(low_precision_layers(model))
+
+    def collect(*_):
+        ended.clear()
+        gc.collect()
+
+    ended[0].destroy()
+    count()
+    again = on_engine(lambda engine: ended[0].destroy())  # DeepSpeed does so when the engine is collected
+    losses = run(spec, [again, count, step, step, collect, count, step], model=model).losses
+    count()
+    return counts, losses, run(spec, [step] * 3).losses
 
 
 def failed_initialization():
     """The error of an engine that cannot be made, and the layers that it leaves in low precision."""
     model = small_llama()
-    try:
-        make_engine(model, config_of(node_size=3))
-        said = ""
-    except ValueError as error:
-        said = str(error)
-    return said, low_precision_layers(model)
+    return attempt(lambda: spec_of(node_size=3).engine(model)), low_precision_layers(model)
 
 
 def four_models(order):
     """Whether four engines side by side give what each gives alone; layers in low precision after each destroy()."""
-    tokens = next(batches(1, dist.get_rank()))
-    configs = [config_of(fp8(scaling)) for scaling in ("current", "block", "per_channel")]
-    configs.append(config_of({"format": "none"}, "none"))
-
-    def engine_for(i):
-        return make_engine(small_llama(seed=i), configs[i], "adamw" if i in (0, 3) else None)
-
-    def use(engine, i):
-        return train(engine, 1)[0] if i in (0, 3) else evaluated(engine, tokens)
-
-    alone = []
-    for i in range(4):
-        engine = engine_for(i)
-        alone.append([use(engine, i) for _ in range(2)])
-        engine.destroy()
-    engines = [engine_for(i) for i in range(4)]
-    rounds = [[use(engine, i) for i, engine in enumerate(engines)] for _ in range(2)]
-    together = [list(losses) for losses in zip(*rounds)]
+    computes = [(fp8(scaling), "fp8_e4m3") for scaling in ("current", "block", "per_channel")]
+    each = []
+    for i, (compute, weights) in enumerate([*computes, ({"format": "none"}, "none")]):
+        trains, model = i in (0, 3), functools.partial(small_llama, seed=i)
+        spec = spec_of(compute, weights, model=model, optimizer="adamw" if trains else None)
+        each.append((spec, step if trains else evaluate(next(batches(1, dist.get_rank())))))
+    alone = [run(spec, [use, use]).losses for spec, use in each]
+    runs = [running.Running(spec.engine(), batches(2, dist.get_rank())) for spec, _ in each]
+    for one, (_, use) in [*zip(runs, each)] * 2:
+        use(one)
     left = []
     for i in order:
-        engines[i].destroy()
-        left.append([low_precision_layers(engine.module) for engine in engines])
-    return alone, together, left
+        runs[i].engine.destroy()
+        left.append([low_precision_layers(one.engine.module) for one in runs])
+    return alone, [one.trace.losses for one in runs], left
 
 
 # -- what else DeepSpeed and others do -------------------------------------------------------------------------------
@@ -358,49 +337,47 @@ def four_models(order):
 
 def compiled(scaling):
     """Losses of an engine, and of a compiled one."""
-    losses = []
-    for compile_it in (False, True):
-        engine = make_engine(llama(layers=1, hidden=128, intermediate=384), config_of(fp8(scaling)))
-        if compile_it:
-            engine.compile(backend="eager")
-        losses.append(train(engine, 2))
-        engine.destroy()
-    return losses
+    spec = spec_of(fp8(scaling), model=functools.partial(llama, layers=1, hidden=128, intermediate=384))
+    compile_it = on_engine(lambda engine: engine.compile(backend="eager"))
+    return [run(spec, [*first, step, step]).losses for first in ([], [compile_it])]
 
 
 def weight_norm():
     """Losses of a model with a layer whose weight is no Parameter but computed before each forward."""
-    import warnings
 
-    model = Mlp(hidden=128)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.nn.utils.weight_norm(model.linears[1])
-    engine = make_engine(model, config_of(dtype="fp32"), lr=1e-2)
-    return steps_on(engine, 4, rows=8, y=torch.arange(8))
+    def normed(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.nn.utils.weight_norm(model.linears[1])
+        return model
+
+    spec = spec_of(dtype="fp32", lr=1e-2, model=lambda: normed(Mlp(hidden=128)))
+    data = ((x, torch.arange(8)) for (x,) in inputs(4, rows=8, dtype=torch.float32))
+    return run(spec, [step] * 4, data=data).losses
 
 
 def saved(folder):
     """Whether weights that are there as codes are saved exactly, under the keys they always had."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    def save(engine):
+        live = live_operands(engine)
+        engine.save_16bit_model(folder, "model.bin")
+        engine.save_checkpoint(folder, tag="saved")
+        return live
+
     zero = {**KEPT, "stage3_gather_16bit_weights_on_model_save": True}
-    engine = make_engine(small_llama(), config_of(fp8("delayed"), zero_optimization=zero))
-    train(engine, 2)
-    evaluated(engine, next(batches(1, dist.get_rank())))
-    live = sum(sharded.known(p).operand is not None for p in engine.module.parameters())
-    engine.save_16bit_model(folder, "model.bin")
-    engine.save_checkpoint(folder, tag="saved")
-    weights = full_weights(engine.module)
+    events = [step, step, evaluate(next(batches(1, dist.get_rank()))), see(save)]
+    trace = run(spec_of(fp8("delayed"), config={"zero_optimization": zero}), events, ("weights",))
     if dist.get_rank() != 0:
         return None
     in_16_bits = torch.load(f"{folder}/model.bin")
     in_32_bits = get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved")
     return (
-        live,
+        *trace.seen,
         set(in_16_bits) == set(small_llama().state_dict()),
-        all(torch.equal(in_16_bits[name].float(), w) for name, w in weights.items()),
-        all(torch.equal(in_32_bits[name].bfloat16().float(), w) for name, w in weights.items()),
+        all(torch.equal(in_16_bits[name].float(), w) for name, w in trace.weights.items()),
+        all(torch.equal(in_32_bits[name].bfloat16().float(), w) for name, w in trace.weights.items()),
     )
 
 
@@ -413,7 +390,9 @@ def trainer(folder):
 
     PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    config = config_of(fp8("delayed"), dtype="fp32", zero_optimization=zero)
+    spec = spec_of(fp8("delayed"), dtype="fp32", config={"zero_optimization": zero})
+    running.switch(True)
+    config = ds_config(spec.section, spec.dtype, **spec.config)
     config["train_micro_batch_size_per_gpu"] = config["gradient_clipping"] = "auto"
     arguments = TrainingArguments(
         output_dir=folder,
@@ -431,9 +410,9 @@ def trainer(folder):
     )
     trainer = Trainer(model=small_llama(), args=arguments, train_dataset=_Tokens(), eval_dataset=_Tokens())
     trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
+    loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{folder}/saved")
     dist.barrier()
     keys = set(load_file(f"{folder}/saved/model.safetensors"))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, evaluated, keys == set(small_llama().state_dict()), low_precision_layers(trainer.model)
+    return losses, loss, keys == set(small_llama().state_dict()), low_precision_layers(trainer.model)

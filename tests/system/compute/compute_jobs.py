@@ -2,86 +2,90 @@
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
+import deepspeed
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, full_weights, llama, make_engine, section, train
+from models import batches, full_weights, llama, section, with_lora
 from ranks import printed
-from running import loss_of, shared_folder, switch
+from running import Spec, backward, differing, evaluated, forward, on_engine, resumed, run, see, step, update, within
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
+from zeropp_fp8.compute import products
 from zeropp_fp8.formats import UnquantizedFormat
 
 
-def engine_of(compute, weights="none", node_size=None, dtype="bf16", zero_init=False, hidden=128, recipe=None, **more):
-    """A small Llama whose decoder layers compute as `compute` says."""
-    switch(True)
-    fields = {"compute": compute, **more.pop("fields", {})} if compute else more.pop("fields", {})
-    if weights is not None:
-        fields["weights"] = {"format": weights}
-    checkpointing = more.pop("checkpointing", None)
-    lora = more.pop("lora", False)
-    config = ds_config(section(recipe or "lossless", ranks_per_node=node_size, **fields), dtype, **more)
-    # Sizes of which rank slices cut rows and tiles: 384 x 128 over 4 ranks are 96 rows, 128 x 128 are 32.
-    model = build(lambda: llama(hidden=hidden, intermediate=3 * hidden), config, zero_init)
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+def adapted(model, lora=False, checkpointing=None):
+    model = with_lora(model) if lora else model
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
-    return make_engine(model, config)
+    return model
 
 
-def losses(steps=6, accumulation=1, only_gemm_weights=False, **kwargs):
-    """Losses, final weights and what was printed; `only_gemm_weights`: all other weights travel as they are."""
-    engine = engine_of(gradient_accumulation_steps=accumulation, **kwargs)
-    if only_gemm_weights:
+def small_llama(hidden=128, seed=0):
+    """Of sizes of which rank slices cut rows and tiles: 384 x 128 over 4 ranks are 96 rows, 128 x 128 are 32."""
+    return llama(hidden=hidden, intermediate=3 * hidden, seed=seed)
+
+
+def spec_of(compute, weights="none", node_size=None, dtype="bf16", recipe=None, fields=None, **options):
+    """Of a small Llama whose decoder layers compute as `compute` says; `options` of the Spec."""
+    fields = {**({"compute": compute} if compute else {}), **(fields or {})}
+    if weights is not None:
+        fields["weights"] = {"format": weights}
+    the_section = section(recipe or "lossless", ranks_per_node=node_size, **fields)
+    return Spec(the_section, dtype, **{"model": small_llama, **options})
+
+
+def trained(steps=6, accumulation=1, only_gemm_weights=False, lora=False, checkpointing=None, **options):
+    """(trace, what was printed); `only_gemm_weights`: all other weights travel as they are."""
+
+    def let_others_be(engine):
         route = engine.optimizer.gatherer.route
         of_session = route.format_of
         route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)
-    return train(engine, steps, accumulation), full_weights(engine.module), printed()
+
+    options["config"] = {"gradient_accumulation_steps": accumulation}
+    options["adapted"] = functools.partial(adapted, lora=lora, checkpointing=checkpointing)
+    events = [on_engine(let_others_be)] * only_gemm_weights + [step] * steps * accumulation
+    return run(spec_of(**options), events, ("weights",)), printed()
 
 
 def cast_and_gathered(**kwargs):
-    """(losses, weights) where layers cast their weights, and where codes of them are gathered; what was printed."""
-    *cast, _ = losses(weights="none", **kwargs)
-    *gathered, text = losses(weights="fp8_e4m3", only_gemm_weights=True, **kwargs)
-    return cast, gathered, text
+    """Traces where layers cast their weights, and where codes of them are gathered; what was printed."""
+    cast, _ = trained(weights="none", **kwargs)
+    return cast, *trained(weights="fp8_e4m3", only_gemm_weights=True, **kwargs)
 
 
 def operands_are_the_payload(compute, node_size, fields=None):
-    """Where the operands of forward and backward GEMMs lie, and what reading a weight's values gives meanwhile."""
-    from zeropp_fp8.compute import products
+    """Where the operands of forward GEMMs lie, how many weights are gathered so, reductions, and what was printed."""
+    shared, reductions, real = [], [], products.matmul_nt
 
-    engine = engine_of(compute, "fp8_e4m3", node_size, fields=fields or {})
-    gatherer = engine.optimizer.gatherer
-    seen = []
-    real = products.matmul_nt
+    def watched(engine):
+        units = engine.optimizer.gatherer.units
 
-    def watched(a, b, *args, **kwargs):
-        buffers = [buffer for unit in gatherer.units for _, buffer in unit.lent]
-        buffers += [unit.secondary for unit in gatherer.units if unit.secondary is not None]
-        storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        seen.append(b.codes.untyped_storage().data_ptr() in storages)
-        return real(a, b, *args, **kwargs)
+        def matmul_nt(a, b, *args, **kwargs):
+            buffers = [buffer for unit in units for _, buffer in unit.lent]
+            buffers += [unit.secondary for unit in units if unit.secondary is not None]
+            storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+            shared.append(b.codes.untyped_storage().data_ptr() in storages)
+            return real(a, b, *args, **kwargs)
 
-    products.matmul_nt = watched
-    tokens = next(batches(1, dist.get_rank()))
-    loss = loss_of(engine, tokens)
-    forward, seen = seen, []
-    products.matmul_nt = real
-    reductions = count_reductions()
-    engine.backward(loss)
-    engine.step()
-    after_step = reductions()
-    loss = loss_of(engine, tokens)
-    in_next_forward = reductions()
-    engine.backward(loss)
-    assert not any(sharded.known(p).operand for p in engine.module.parameters()), "released"
-    assert not any(unit.lent for unit in gatherer.units)
-    return forward, len(gatherer.route.gemm_weights), after_step, in_next_forward, printed()
+        return mock.patch.object(products, "matmul_nt", matmul_nt)
+
+    def are_released(engine):
+        assert not any(sharded.known(p).operand for p in engine.module.parameters()), "released"
+        assert not any(unit.lent for unit in engine.optimizer.gatherer.units)
+
+    count = on_engine(lambda engine: reductions.append(count_reductions()))
+    look = see(lambda engine: reductions[0]())
+    events = [within(watched, forward), count, backward, update, look, forward, look, backward, on_engine(are_released)]
+    gathered = see(lambda engine: len(engine.optimizer.gatherer.route.gemm_weights))
+    trace = run(spec_of(compute, "fp8_e4m3", node_size, fields=fields), [gathered, *events])
+    return shared, *trace.seen, printed()
 
 
 def count_reductions():
@@ -103,62 +107,64 @@ def count_reductions():
     return look
 
 
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
 def values_of_a_gathered_operand():
     """What a weight that is there as codes holds, and what those see who read it, gather it, write it, evaluate."""
-    import deepspeed
-
-    engine = engine_of({"format": "fp8", "scaling": "current"}, "fp8_e4m3", 4)
-    layer = engine.module.model.layers[0].self_attn.q_proj
-    param, values = layer.weight, []
+    values, tokens = [], next(batches(1, dist.get_rank()))
 
     def look(module, args):
-        values.append(param.detach().clone())  # in a way that nobody notices
         values.append(module.weight.detach().clone())
 
-    hook = layer.register_forward_pre_hook(look)
-    tokens = next(batches(1, dist.get_rank()))
-    engine(input_ids=tokens, labels=tokens)
-    hook.remove()
-    before = full_weights(engine.module)["model.layers.0.self_attn.q_proj.weight"]
-    engine.eval()
-    with torch.no_grad():
-        evaluated = loss_of(engine, tokens).item()
-        with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
-            if dist.get_rank() == 0:
-                layer.weight.mul_(0)
-        changed = loss_of(engine, tokens).item()
-        generated = engine.module.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False).shape
-    after = full_weights(engine.module)["model.layers.0.self_attn.q_proj.weight"]
-    return bool(values[0].isnan().all()), values[1].float(), before, after, evaluated, changed, tuple(generated)
+    def use(engine):
+        layer = engine.module.model.layers[0].self_attn.q_proj
+        param = layer.weight
+        # In a way that nobody notices, and in one that is noticed.
+        hooks = [layer.register_forward_pre_hook(lambda module, args: values.append(param.detach().clone()))]
+        hooks += [layer.register_forward_pre_hook(look)]
+        engine(input_ids=tokens, labels=tokens)
+        for hook in hooks:
+            hook.remove()
+        before = full_weights(engine.module)[Q_PROJ]
+        engine.eval()
+        first = evaluated(engine, tokens)
+        with torch.no_grad():
+            with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
+                if dist.get_rank() == 0:
+                    layer.weight.mul_(0)
+            changed = evaluated(engine, tokens)
+            generated = engine.module.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False).shape
+        return before, full_weights(engine.module)[Q_PROJ], first, changed, tuple(generated)
+
+    spec = spec_of({"format": "fp8", "scaling": "current"}, "fp8_e4m3", 4)
+    (found,) = run(spec, [see(use)]).seen
+    return bool(values[0].isnan().all()), values[1].float(), *found
 
 
 def resume(compute, weights):
-    """Losses of steps 4 to 6, run through and resumed from a checkpoint of step 3."""
-    engine = engine_of(compute, weights)
-    folder = shared_folder()
-    train(engine, 3)
-    engine.save_checkpoint(folder)
-    through = train(engine, 3, seed=2)
-    engine.destroy()
-    engine = engine_of(compute, weights)
-    engine.load_checkpoint(folder)
-    return through, train(engine, 3, seed=2), printed()
+    """How a run that resumes in its fourth step differs from one that goes on, and that one's losses."""
+    _, *both = resumed(spec_of(compute, weights), [step] * 3, [step] * 3, ("weights", "masters"))
+    return differing(*both), both[0].losses
 
 
 def amax_histories(steps=3):
-    """The amax histories of delayed scaling and how many reductions a step made."""
-    engine = engine_of({"format": "fp8", "scaling": "delayed"}, weights="none")
-    reductions = count_reductions()
-    train(engine, steps)
-    scaling = engine.zeropp_fp8_session.conversion.scaling
-    return scaling.state_dict(), reductions(), zeropp_fp8.wire_report(engine)
+    """The amax histories of delayed scaling and how many reductions the steps made."""
+    reductions = []
+
+    def look(engine):
+        scaling = engine.zeropp_fp8_session.conversion.scaling
+        return scaling.state_dict(), reductions[0](), zeropp_fp8.wire_report(engine)
+
+    count = on_engine(lambda engine: reductions.append(count_reductions()))
+    return run(spec_of({"format": "fp8", "scaling": "delayed"}), [count, *[step] * steps, see(look)]).seen[0]
 
 
 def two_engines_over_one_model():
     """A second engine over a model that the first has not let go of."""
-    engine = engine_of({"format": "fp8"})
-    make_engine(engine.module, ds_config(section("lossless", compute={"format": "fp8"}), "bf16"))
+    spec = spec_of({"format": "fp8"})
+    spec.engine(spec.engine().module)
 
 
 def nothing_to_convert():
-    engine_of({"format": "fp8", "scaling": "block"}, hidden=64)
+    spec_of({"format": "fp8", "scaling": "block"}, model=functools.partial(small_llama, hidden=64)).engine()

@@ -2,266 +2,221 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import replace
+
+import running
 import torch
 import torch.distributed as dist
-from models import KEPT, batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
-from ranks import printed
-from running import allow_fp16_on_cpu, loss_of, stepped, switch
-
-NO_COMPUTE = {"compute": {"format": "none"}}  # FP8 GEMMs apart, so that what is compared is gradients and states
-
-
-def named(engine):
-    return dict(engine.module.named_parameters())
+from deepspeed.utils import safe_get_full_grad
+from models import KEPT, batches, full_fp32_weights, full_weights, llama, section, with_lora
+from ranks import attempt, printed
+from running import Spec, accumulated, backward, equal, evaluate, forward, run, see, step, update
+from torch import nn
 
 
-def rounded_masters(engine):
-    """{name: decoded master weight in the model's dtype}, and whether the model's weights are exactly these."""
-    masters = full_fp32_weights(engine.module)
-    weights = full_weights(engine.module)
-    dtype = next(engine.module.parameters()).dtype
-    return masters, all(torch.equal(weights[n], masters[n].to(dtype).float()) for n in masters)
+def spec_of(recipe, dtype="bf16", config=None, node_size=None, fields=None, **options):
+    """Of a recipe without FP8 GEMMs, so that what is compared is gradients and states; None is stock."""
+    if recipe is None:
+        return Spec(None, dtype, {"zero_optimization": KEPT, **(config or {})}, **options)
+    the_section = section(recipe, node_size, compute={"format": "none"}, **(fields or {}))
+    return Spec(the_section, dtype, config or {}, **options)
+
+
+def are_rounded(state, dtype):
+    """Whether a model's weights are exactly the master weights in the model's dtype."""
+    return all(torch.equal(state["weights"][n], master.to(dtype).float()) for n, master in state["masters"].items())
+
+
+def model_is_rounded(engine):
+    state = {"weights": full_weights(engine.module), "masters": full_fp32_weights(engine.module)}
+    return are_rounded(state, next(engine.module.parameters()).dtype)
+
+
+def norm_of(engine):
+    return float(engine.optimizer._global_grad_norm)
 
 
 def beside_a_reference(recipes):
-    """{recipe: whether the first loss of an engine that trains is that of one without an optimizer, bit for bit}."""
-    switch(True)
-    tokens = next(batches(1, dist.get_rank()))
-    equal = {}
+    """{recipe: the first loss of an engine that trains, and that of one without an optimizer}."""
+    tokens, found = next(batches(1, dist.get_rank())), {}
     for recipe in recipes:
-        config = ds_config(section(recipe))
-        engines = make_engine(llama(), config), make_engine(llama(), config, optimizer=None)
-        engines[1].eval()
-        with torch.no_grad():
-            expected = engines[1](input_ids=tokens, labels=tokens).loss
-        equal[recipe] = torch.equal(engines[0](input_ids=tokens, labels=tokens).loss, expected)
-        for engine in engines:
-            engine.destroy()
-    return equal
+        spec = Spec(section(recipe))
+        found[recipe] = run(spec, [forward]).losses, run(replace(spec, optimizer=None), [evaluate(tokens)]).losses
+    return found
 
 
-def fp32_through_compressed_states(kind, steps=6):
-    """Losses and weights of stock and of CompressedStates whose formats are all fp32, with clipping and a schedule."""
+def adam_of(kind):
+    """What makes the optimizer of a kind of training."""
+
+    def make(params):
+        if kind == "adam":
+            return torch.optim.Adam(params, lr=1e-3, weight_decay=0.1)
+        if kind == "groups":
+            first = {"params": params[:7], "lr": 3e-3, "weight_decay": 0.3}
+            return torch.optim.AdamW([first, {"params": params[7:], "betas": (0.8, 0.9)}], lr=1e-3)
+        return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+
+    return make
+
+
+def fp32_through_compressed_states(kinds, steps=6):
+    """{kind: traces of stock and of CompressedStates whose formats are all fp32}, with clipping and a schedule.
+
+    They have seen whether states are compressed, and the last gradient norm.
+    """
     from zeropp_fp8.config import PluginConfig
 
-    if kind == "fp16":
-        allow_fp16_on_cpu()
-
-    def run(plugin):
-        import deepspeed
-
-        switch(plugin)
-        PluginConfig.stores_states_in_low_precision = property(lambda self: True)
-        model = llama()
-        params = list(model.parameters())
-        if kind == "adam":
-            optimizer = torch.optim.Adam(params, lr=1e-3, weight_decay=0.1)
-        elif kind == "groups":
-            groups = [
-                {"params": params[:7], "lr": 3e-3, "weight_decay": 0.3},
-                {"params": params[7:], "betas": (0.8, 0.9)},
-            ]
-            optimizer = torch.optim.AdamW(groups, lr=1e-3)
-        else:
-            optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
-        dtype = "fp16" if kind == "fp16" else "fp32"
-        kept = {} if plugin else KEPT
-        the_section = section("lossless", gather_granularity="module") if plugin else None
-        config = ds_config(the_section, dtype, gradient_clipping=0.3, zero_optimization=kept)
-        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 2e-3}}
-        if kind == "groups":
-            config.pop("scheduler")
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        assert not plugin or engine.zeropp_fp8_session.state_formats is not None
-        losses = [stepped(engine, t) for t in batches(steps, dist.get_rank())]
-        return losses, full_fp32_weights(engine.module), float(engine.optimizer._global_grad_norm)
-
-    stock, mine = run(False), run(True)
-    largest = max((stock[1][n] - mine[1][n]).abs().max().item() for n in stock[1])
-    moved = max((w - stock[1][n]).abs().max().item() for n, w in full_cpu(llama()).items())
-    return stock[0], mine[0], largest, moved, stock[2], mine[2]
+    running.allow_fp16_on_cpu()
+    PluginConfig.stores_states_in_low_precision = property(lambda self: True)
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 2e-3}}}
+    look = [see(is_compressed), *[step] * steps, see(norm_of)]
+    found = {}
+    for kind in kinds:
+        config = {"gradient_clipping": 0.3, **({} if kind == "groups" else warmup)}
+        stock = Spec(None, "fp16" if kind == "fp16" else "fp32", config, optimizer=adam_of(kind))
+        mine = replace(stock, section=section("lossless", gather_granularity="module"))
+        stock = replace(stock, config={**config, "zero_optimization": KEPT})
+        found[kind] = [run(spec, look, ("masters",)) for spec in (stock, mine)]
+    return found
 
 
-def full_cpu(model):
-    return {name: p.detach().float() for name, p in model.named_parameters()}
+def is_compressed(engine):
+    session = getattr(engine, "zeropp_fp8_session", None)
+    return session is not None and session.state_formats is not None
+
+
+def held_by(engine):
+    """What there is of gradients and states."""
+    optimizer = engine.optimizer
+    compressed, scales = engine.zeropp_fp8_session.state_formats is not None, optimizer.reducer.scales
+    return {
+        "gradients": optimizer.gradients.store.num_bytes(),
+        "states": optimizer.states.compressed.num_bytes() if compressed else None,
+        "groups": [(g.matrices, g.segments.padded_numel, len(g.params)) for g in optimizer.state_groups],
+        "flat": sum(t.numel() for t in optimizer.fp32_partitioned_groups_flat),
+        "buffer": optimizer.grad_partitions_flat_buffer.numel(),
+        "report": scales and scales.report(),
+    }
 
 
 def training_beside_stock(steps=15):
-    """Losses of stock, O1 and O2 (computing in bf16), bytes held, and whether weights are the rounded masters."""
-    found = {}
+    """Traces of stock, O1 and O2: these see what is held, and whether weights are the rounded masters."""
+    found, looks = {}, [see(model_is_rounded), see(held_by)]
     for name, recipe in (("stock", None), ("o1", "fp8-lm-o1"), ("o2", "fp8-lm-o2")):
-        switch(recipe is not None)
-        the_section = section(recipe, **NO_COMPUTE) if recipe else None
-        kept = {} if recipe else KEPT
-        config = ds_config(the_section, "bf16", gradient_clipping=1.0, zero_optimization=kept)
-        engine = make_engine(llama(), config, lr=2e-3)
-        at_start = rounded_masters(engine)[1] if name == "o2" else True
-        losses = [stepped(engine, t) for t in batches(steps, dist.get_rank())]
-        held = {}
-        if recipe:
-            optimizer = engine.optimizer
-            held["gradients"] = optimizer.gradients.store.num_bytes()
-            held["states"] = optimizer.states.compressed.num_bytes() if recipe == "fp8-lm-o2" else None
-            held["groups"] = [(g.matrices, g.segments.padded_numel, len(g.params)) for g in optimizer.state_groups]
-            held["flat"] = sum(t.numel() for t in optimizer.fp32_partitioned_groups_flat)
-            held["buffer"] = optimizer.grad_partitions_flat_buffer.numel()
-            held["report"] = optimizer.reducer.scales.report()
-        found[name] = losses, held, at_start and (name != "o2" or rounded_masters(engine)[1])
-        engine.destroy()
+        spec = spec_of(recipe, config={"gradient_clipping": 1.0}, lr=2e-3)
+        at_ends = looks if recipe else []
+        found[name] = run(spec, [*at_ends, *[step] * steps, *at_ends])
     return found
 
 
 def gradients_that_are_not_finite(dtype):
     """Inf or NaN on one rank: the step is skipped on all, and nothing has changed; training goes on."""
-    if dtype == "fp16":
-        allow_fp16_on_cpu()
-    switch(True)
-    engine = make_engine(llama(), ds_config(section("fp8-lm-o2", **NO_COMPUTE), dtype, gradient_clipping=1.0))
-    optimizer = engine.optimizer
-    tokens = list(batches(8, dist.get_rank()))
-    losses = [stepped(engine, t) for t in tokens[:2]]
-    log = []
+    running.allow_fp16_on_cpu()
 
-    def snapshot():
-        buffers = [
-            b
-            for group in optimizer.states.compressed.groups
-            for b in optimizer.states.compressed._buffers[id(group)].values()
-        ]
-        raw = [(b.codes.clone(), None if b.scales is None else b.scales.clone()) for b in buffers]
-        return (
-            full_weights(engine.module),
-            raw,
-            dict(optimizer.states.compressed.steps),
-            optimizer.reducer.scales.state_dict(),
-        )
+    def snapshot(engine):
+        optimizer = engine.optimizer
+        compressed = optimizer.states.compressed
+        buffers = [b for group in compressed.groups for b in compressed._buffers[id(group)].values()]
+        return {
+            "weights": full_weights(engine.module),
+            "states": [(b.codes.clone(), None if b.scales is None else b.scales.clone()) for b in buffers],
+            "steps": dict(compressed.steps),
+            "scales": optimizer.reducer.scales.state_dict(),
+            "loss scale": optimizer.loss_scale,
+            "overflow": optimizer.overflow,
+        }
 
-    def equal(a, b):
-        if torch.is_tensor(a):
-            return torch.equal(a, b)
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-        if isinstance(a, (list, tuple)):
-            return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
-        return a == b
+    def bad_step(factor, rank):
+        bad = running.scaled(factor if dist.get_rank() == rank else 1.0)
+        return [see(snapshot), forward, bad, backward, update, see(snapshot)]
 
-    for index, bad in enumerate((float("inf"), float("nan"))):
-        before = snapshot()
-        scale = optimizer.loss_scale
-        t = tokens[2 + index]
-        loss = loss_of(engine, t)
-        engine.backward(loss * (bad if dist.get_rank() == 3 - index else 1.0))
-        engine.step()
-        after = snapshot()
-        assert optimizer.overflow
-        names = ("weights", "states", "steps")
-        log.append({name: equal(a, b) for name, a, b in zip(names, before, after)})
-        log[-1]["mu"] = equal(before[3]["mu"], after[3]["mu"])
+    spec = spec_of("fp8-lm-o2", dtype, {"gradient_clipping": 1.0})
+    events = [step, step, *bad_step(math.inf, 3), *bad_step(math.nan, 2), *[step] * 4]
+    trace, log = run(spec, [*events, see(lambda engine: engine.skipped_steps)]), []
+    for before, after in (trace.seen[:2], trace.seen[2:4]):
+        assert after["overflow"]
         # fp16's new loss scale makes gradients, and so their history, smaller.
-        factor = optimizer.loss_scale / scale
-        history = before[3]["amax_history"]
+        factor, history = after["loss scale"] / before["loss scale"], before["scales"]["amax_history"]
         moved = torch.cat([history[1:], history[-1:]]) * factor
-        log[-1]["history"] = equal(moved, after[3]["amax_history"])
+        log.append({name: equal(before[name], after[name]) for name in ("weights", "states", "steps")})
+        log[-1]["mu"] = equal(before["scales"]["mu"], after["scales"]["mu"])
+        log[-1]["history"] = equal(moved, after["scales"]["amax_history"])
         log[-1]["factor"] = factor
-    losses += [stepped(engine, t) for t in tokens[4:]]
-    return log, losses, engine.skipped_steps, printed()
+    return log, trace.losses, trace.seen[4], printed()
 
 
 def refusals():
     """What each optimizer that is no Adam, and each option that has no place, is answered."""
-    import deepspeed
-
-    switch(True)
 
     class OwnUpdate(torch.optim.AdamW):
-        def stepped(self, closure=None):
+        def step(self, closure=None):
             raise NotImplementedError
 
     class OnlyAName(torch.optim.AdamW):
         pass
 
-    messages = {}
-    for name, make in {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-        "own update": lambda p: OwnUpdate(p, lr=0.1),
-        "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
-        "maximize": lambda p: torch.optim.Adam(p, lr=0.1, maximize=True),
-        "only a name": lambda p: OnlyAName(p, lr=0.1),
-    }.items():
-        model = llama(layers=1)
-        try:
-            config = ds_config(section("fp8-lm-o2", **NO_COMPUTE))
-            deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=config)
-            messages[name] = None
-        except ValueError as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
+    adam, adamw = torch.optim.Adam, torch.optim.AdamW
+    makers = {
+        "sgd": torch.optim.SGD,
+        "own update": OwnUpdate,
+        "amsgrad": functools.partial(adamw, amsgrad=True),
+        "maximize": functools.partial(adam, maximize=True),
+        "only a name": OnlyAName,
+    }
+    model = functools.partial(llama, layers=1)
+    return {
+        name: attempt(spec_of("fp8-lm-o2", model=model, optimizer=functools.partial(make, lr=0.1)).engine)
+        for name, make in makers.items()
+    }
 
 
-def accumulation_in_the_engine(dtype, accumulate_in, micro_batches=3):
-    """Of stock and O1: cosine of mean gradients, ratio of norms; the norm of the step against what was read.
+def accumulation_in_the_engine(cases, micro_batches=3):
+    """Of each (dtype, "accumulate_in"): of each step of stock and O1 what `_beside_stock` says."""
+    running.allow_fp16_on_cpu()
+    found = []
+    for dtype, accumulate_in in cases:
+        config = {"gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.2}
+        mine = spec_of("fp8-lm-o1", dtype, config, fields={"gradients": {"accumulate_in": accumulate_in}})
+        *micro, last = accumulated(micro_batches)
+        looked_at = [*micro, see(mean_gradients), last, see(norm_of)] * 2
+        stock, mine = (run(spec, looked_at).seen for spec in (spec_of(None, dtype, config), mine))
+        found.append([_beside_stock(*stock[place : place + 2], *mine[place : place + 2]) for place in (0, 2)])
+    return found
+
+
+def mean_gradients(engine):
+    scale = engine.optimizer.loss_scale
+    return [safe_get_full_grad(p).double().flatten() / scale for p in engine.module.parameters()]
+
+
+def _beside_stock(stock, stock_norm, mine, norm):
+    """Cosine of mean gradients, ratio of norms; the norm of the step against what was read.
 
     The last in parts of what torch's own codes of those numbers are off by, over scales (root mean square): of numbers
     in bf16, which are few, it is up to seven times what independent roundings would give.
     """
-    from deepspeed.utils import safe_get_full_grad
 
-    if dtype == "fp16":
-        allow_fp16_on_cpu()
-    found = []
-    for plugin in (False, True):
-        switch(plugin)
-        gradients = {"accumulate_in": accumulate_in}
-        the_section = section("fp8-lm-o1", gradients=gradients, **NO_COMPUTE) if plugin else None
-        config = ds_config(
-            the_section,
-            dtype,
-            gradient_accumulation_steps=micro_batches,
-            gradient_clipping=0.2,
-            zero_optimization={} if plugin else KEPT,
-        )
-        engine = make_engine(llama(), config)
-        log = []
-        for index, t in enumerate(batches(2 * micro_batches, dist.get_rank())):
-            last = index % micro_batches == micro_batches - 1
-            loss = loss_of(engine, t)
-            engine.backward(loss)
-            if last:
-                scale = engine.optimizer.loss_scale
-                grads = [safe_get_full_grad(p).double().flatten() / scale for p in named(engine).values()]
-            engine.step()
-            if last:
-                log.append((grads, float(engine.optimizer._global_grad_norm)))
-        found.append(log)
-
-    def of_codes(grads, shift):
+    def of_codes(shift):
         """The norm of torch's codes of gradients, each scaled by its largest number and 2^-shift."""
-        scales = [448 / grad.abs().max() * 2.0**-shift for grad in grads]
-        codes = [(grad * scale).to(torch.float8_e4m3fn) for grad, scale in zip(grads, scales)]
+        scales = [448 / grad.abs().max() * 2.0**-shift for grad in mine]
+        codes = [(grad * scale).to(torch.float8_e4m3fn) for grad, scale in zip(mine, scales)]
         return torch.cat([code.double() / scale for code, scale in zip(codes, scales)]).norm()
 
-    def deviation(norm, grads):
-        exact = torch.cat(grads).norm()
-        usual = torch.stack([of_codes(grads, k / 16) / exact - 1 for k in range(16)]).square().mean().sqrt()
-        return (norm / exact - 1) / usual
-
-    return [
-        (
-            torch.nn.functional.cosine_similarity(torch.cat(a), torch.cat(b), dim=0).item(),
-            norm_b / norm_a,
-            deviation(norm_b, b).item(),
-        )
-        for (a, norm_a), (b, norm_b) in zip(*found)
-    ]
+    exact = torch.cat(mine).norm()
+    usual = torch.stack([of_codes(k / 16) / exact - 1 for k in range(16)]).square().mean().sqrt()
+    cosine = nn.functional.cosine_similarity(torch.cat(stock), torch.cat(mine), dim=0)
+    return cosine.item(), norm / stock_norm, ((norm / exact - 1) / usual).item()
 
 
-class Branches(torch.nn.Module):
+class Branches(nn.Module):
     """Two linear layers, each of which a rank may leave out."""
 
     def __init__(self):
         super().__init__()
-        self.left = torch.nn.Linear(24, 24)
-        self.right = torch.nn.Linear(24, 24)
+        self.left = nn.Linear(24, 24)
+        self.right = nn.Linear(24, 24)
 
     def forward(self, y, left, right):
         out = y
@@ -272,11 +227,11 @@ class Branches(torch.nn.Module):
         return out
 
 
-class WithBranches(torch.nn.Module):
+class WithBranches(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first = torch.nn.Linear(24, 24)
+        self.first = nn.Linear(24, 24)
         self.branches = Branches()
 
     def forward(self, x, left, right):
@@ -290,20 +245,10 @@ def branch_inputs(rank, steps=6):
         yield torch.randn(4, 24, generator=generator), rank == 1, index >= 3
 
 
-def parameters_unused_on_some_ranks():
+def parameters_unused_on_some_ranks(steps=6):
     """Losses of a block whose parameters ranks use differently, beside AdamW on the mean gradient of all ranks."""
-    import deepspeed
-
-    switch(True)
-    model = WithBranches()
-    deepspeed.utils.set_z3_leaf_modules(model, [Branches])
-    engine = make_engine(model, ds_config(section("fp8-lm-o2", **NO_COMPUTE)))
-    losses = []
-    for x, left, right in branch_inputs(dist.get_rank()):
-        loss = engine(x, left=left, right=right)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    spec = spec_of("fp8-lm-o2", "fp32", model=WithBranches, leaves=(Branches,))
+    trace = run(spec, [*[step] * steps, see(model_is_rounded)], ("masters",), branch_inputs(dist.get_rank()))
     alone = WithBranches()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
     expected = []
@@ -315,28 +260,23 @@ def parameters_unused_on_some_ranks():
         optimizer.step()
         optimizer.zero_grad()
         expected.append(mine[dist.get_rank()].item())
-    weights, exact = rounded_masters(engine)
-    off = {n: (weights[n] - p.detach()).abs().max().item() for n, p in alone.named_parameters()}
-    return losses, expected, off, exact
+    off = {n: (trace.masters[n] - p.detach()).abs().max().item() for n, p in alone.named_parameters()}
+    return trace.losses, expected, off, *trace.seen
 
 
-def models_of_all_kinds(case):
-    """Losses with O2 and with stock; whether weights are rounded masters, how many there are, bytes of states."""
-    found = []
-    for plugin in (True, False):
-        switch(plugin)
-        the_section = section("fp8-lm-o2", **NO_COMPUTE) if plugin else None
-        config = ds_config(the_section, "bf16", zero_optimization={} if plugin else KEPT)
-        model = build(lambda: llama(tie=case == "tied"), config, zero_init=case == "zero.Init")
-        if case == "lora":
-            from peft import LoraConfig, get_peft_model
+MODELS = {
+    "lora": {"adapted": with_lora, "lr": 1e-2},
+    "tied": {"model": functools.partial(llama, tie=True)},
+    "zero.Init": {"zero_init": True},
+}
 
-            torch.manual_seed(3)
-            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        engine = make_engine(model, config, lr=1e-2 if case == "lora" else 1e-3)
-        found.append([stepped(engine, t) for t in batches(5, dist.get_rank())])
-        if plugin:
-            weights, exact = rounded_masters(engine)
-            moved = all(w.abs().sum() > 0 for n, w in weights.items() if "lora_B" in n)  # they start as zeros
-            found.append((exact and moved, len(weights), engine.optimizer.states.compressed.num_bytes()))
-    return found
+
+def models_of_all_kinds():
+    """{kind: traces of O2 and of stock}; O2's sees whether weights are rounded masters, and what it holds."""
+    return {
+        kind: (
+            run(spec_of("fp8-lm-o2", **options), [*[step] * 5, see(model_is_rounded), see(held_by)], ("masters",)),
+            run(spec_of(None, **options), [step] * 5),
+        )
+        for kind, options in MODELS.items()
+    }

@@ -6,6 +6,7 @@ import compile_jobs as jobs
 import pytest
 import torch
 from ranks import run_ranks, run_two
+from running import same
 
 BLOCKS, LAYERS, ALL = jobs.WAYS[:2], jobs.WAYS[:3], jobs.WAYS
 WHOLE = (*BLOCKS, "engine.compile")
@@ -37,25 +38,25 @@ def found():
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_eager(found, case):
-    eager = found[case]["eager"]
-    for way, run in found[case].items():
+    eager, _ = found[case]["eager"]
+    for way, (trace, forwards) in found[case].items():
         if case == "fp8-lm":  # between its layers gradients are added in another order, and FP8 may then round apart
-            assert run["losses"] == pytest.approx(eager["losses"], rel=1e-4), way
+            assert trace.losses == pytest.approx(eager.losses, rel=1e-4), way
         else:
-            assert run["losses"] == eager["losses"], way
-        for name, weight in eager["weights"].items():
-            difference = (run["weights"][name] - weight).norm() / weight.norm()
+            assert trace.losses == eager.losses, way
+        for name, weight in eager.masters.items():
+            difference = (trace.masters[name] - weight).norm() / weight.norm()
             assert difference <= (1e-3 if case == "fp8-lm" else 0.0), (way, name)
-        assert run["forwards"] == 0, "destroy() gives every block its own forward back"
+        assert forwards == 0, "destroy() gives every block its own forward back"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_traced(found, case):
     """Nothing after the first step, and after the first evaluation; of blocks one graph for all, without a break."""
-    assert found[case]["eager"]["traced"][-1] == (0, 0)
+    assert found[case]["eager"][0].seen[-1] == (0, 0)
     evaluated = CASES[case].get("evaluations", 2) > 0
-    for way, run in found[case].items():
-        traced = run["traced"]
+    for way, (trace, _) in found[case].items():
+        traced = trace.seen
         assert traced[0] == traced[jobs.STEPS - 1], way
         assert not evaluated or traced[jobs.STEPS] == traced[-1], way
         if way in ("blocks", "layer.compile") and case not in OPAQUE:
@@ -71,7 +72,7 @@ SAMPLED = {case: CASES[case] for case in ("zeropp", "delayed", "operands")}
 def sampled(found, tmp_path_factory):
     """By case and way: without samples, with them, and the samples."""
     runs = run_two(jobs.sampled, folder=str(tmp_path_factory.mktemp("samples")), cases=SAMPLED)[0]
-    return {(case, way): (found[case][way], *run) for (case, way), run in runs.items()}
+    return {(case, way): (found[case][way][0], *run) for (case, way), run in runs.items()}
 
 
 @pytest.mark.parametrize("case", SAMPLED)
@@ -81,8 +82,7 @@ def test_samples_of_what_is_compiled(sampled, case):
     assert len(eager) == 2
     for way in SAMPLED[case]["ways"]:
         plain, watched, samples = sampled[case, way]
-        assert watched["losses"] == plain["losses"][: jobs.STEPS], way
-        assert all(torch.equal(weight, watched["weights"][name]) for name, weight in plain["weights"].items()), way
+        assert watched.losses == plain.losses[: jobs.STEPS] and same(watched.masters, plain.masters), way
         for rows, of_eager in zip(samples, eager, strict=True):
             assert [(row["kind"], row["layer"]) for row in rows] == [(row["kind"], row["layer"]) for row in of_eager]
             for row, expected in zip(rows, of_eager):
@@ -95,12 +95,12 @@ def test_samples_trace_nothing(sampled, case):
     """Of blocks the same one graph as without them, in steps with a sample too."""
     for way in SAMPLED[case]["ways"]:
         plain, watched, _ = sampled[case, way]
-        assert watched["traced"] == plain["traced"][: jobs.STEPS], way
-        assert plain["traced"][0] == plain["traced"][jobs.STEPS - 1], way
+        assert watched.seen == plain.seen[: jobs.STEPS], way
+        assert plain.seen[0] == plain.seen[jobs.STEPS - 1], way
 
 
 def test_of_gathered_values_nothing_is_saved():
-    for eager, compiled in zip(*(run_two(jobs.saved_tensors, recipe="zeropp", way=way) for way in ("eager", "blocks"))):
+    for eager, compiled in run_two(jobs.saved_tensors, recipe="zeropp", ways=BLOCKS):
         assert compiled == eager and eager[0] >= 20 and not eager[1]
 
 
@@ -123,10 +123,8 @@ def test_a_model_without_blocks():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's CPU kernels need g++")
-def test_the_default_backend():
+def test_the_default_backend(found):
     """What fuses operations and so rounds less often in 16 bits; fp32 keeps 5 digits."""
-    eager, compiled = (
-        run_two(jobs.train, recipe="zeropp", way=way, backend="inductor")[0] for way in ("eager", "blocks")
-    )
-    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
-    assert compiled["traced"][0] == (1, 0) and compiled["traced"][jobs.STEPS - 1] == (1, 0)
+    compiled, _ = run_two(jobs.train, recipe="zeropp", way="blocks", backend="inductor")[0]
+    assert compiled.losses == pytest.approx(found["zeropp"]["eager"][0].losses, rel=1e-5)
+    assert compiled.seen[0] == (1, 0) and compiled.seen[jobs.STEPS - 1] == (1, 0)

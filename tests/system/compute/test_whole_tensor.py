@@ -1,18 +1,18 @@
 """Parameters with owners: same numbers as with slices, every way to look at them, checkpoints, ends of engines."""
 
 import pytest
-import torch
 import whole_jobs as jobs
 from ranks import run_ranks, run_two
+from running import changed, differing, equal, universal
 from thinning import thinned
 
 
 @pytest.mark.parametrize("split, zero_init", [("none", True), ("balance", False), ("balance", True)])
 def test_what_ranks_hold(split, zero_init):
-    ranks = run_ranks(jobs.what_ranks_hold, split=split, world_init=zero_init)
+    ranks = run_ranks(jobs.what_ranks_hold, split=split, zero_init=zero_init)
     owned = ranks[0][0]
-    for rank, (theirs, sizes, equal, balance) in enumerate(ranks):
-        assert theirs == owned and equal, "ranks disagree on who owns what, or on its content"
+    for rank, (theirs, sizes, joined, balance) in enumerate(ranks):
+        assert theirs == owned and joined, "ranks disagree on who owns what, or on its content"
         for name, parts in owned.items():
             assert sizes[name] == sum(numel for owner, numel in parts if owner == rank)
             assert split != "none" or len(parts) == 1
@@ -42,21 +42,16 @@ def test_bytes_of_all_ranks(name, node_size):
             assert num_bytes == pytest.approx(sum(mine["outside_steps"][link] for mine in counted)), link
 
 
-def weights_differ(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in b)
-
-
 @pytest.mark.parametrize("ranks_per_node, zero_init, accumulation, tie", [(2, True, 1, False), (4, False, 2, True)])
 def test_training_equals_training_with_slices(ranks_per_node, zero_init, accumulation, tie):
     """Blocks of 32 divide every slice and every row, and sums over ranks are taken in the same order: bit for bit.
 
     (Without clipping: the norm's sum has another order.)
     """
-    common = {"dtype": "fp32", "ranks_per_node": ranks_per_node, "zero_init": zero_init, "accumulation": accumulation}
-    whole = run_ranks(jobs.losses_of, options=jobs.fields(), tie=tie, clip=0.0, **common)
-    sliced = run_ranks(jobs.losses_of, options=jobs.EXACT, tie=tie, clip=0.0, **common)
-    for (losses, weights, _), (expected, expected_weights, _) in zip(whole, sliced):
-        assert losses == expected and weights_differ(weights, expected_weights) == 0
+    run = {"options": jobs.fields(), "sliced": jobs.EXACT, "dtype": "fp32", "zero_init": zero_init}
+    run |= {"config": {"gradient_accumulation_steps": accumulation}, "model": {"tie": tie}}
+    for whole, sliced in run_ranks(jobs.with_both, ranks_per_node=ranks_per_node, **run):
+        assert not differing(whole, sliced, but=("bytes",))
 
 
 @pytest.mark.parametrize(
@@ -73,21 +68,19 @@ def test_training_equals_training_with_slices(ranks_per_node, zero_init, accumul
 )
 def test_every_combination_trains(options, ranks_per_node):
     """Against the same formats with slices; codes of weights with a scale per tensor are the same numbers in both."""
-    whole = run_ranks(jobs.losses_of, options=options, ranks_per_node=ranks_per_node)
     sliced = {k: v for k, v in {**options, "partition": "slice"}.items() if k != "partition_split"}
-    expected = run_ranks(jobs.losses_of, options=sliced, ranks_per_node=ranks_per_node)
-    for (losses, _, report), (with_slices, _, _) in zip(whole, expected):
-        assert losses == pytest.approx(with_slices, rel=5e-3)
+    run = {"options": options, "sliced": sliced, "config": jobs.CLIPPED}
+    for whole, with_slices in run_ranks(jobs.with_both, ranks_per_node=ranks_per_node, **run):
+        assert whole.losses == pytest.approx(with_slices.losses, rel=5e-3)
         if options.get("secondary"):
-            assert report["per_step"]["weights_backward"]["inter"] == 0
+            assert whole.bytes["weights_backward"]["inter"] == 0
 
 
 def test_lora_on_a_frozen_base():
-    whole = run_two(jobs.losses_of, options={"recipe": "fp8-lm"}, lora=True)[0]
-    sliced = run_two(jobs.losses_of, options={"recipe": "fp8-lm", "partition": "slice"}, lora=True)[0]
-    assert whole[0] == pytest.approx(sliced[0], rel=2e-3)
-    changed = [name for name in whole[1] if not torch.equal(whole[1][name], sliced[1][name])]
-    assert all("lora" in name for name in changed)
+    run = {"options": {"recipe": "fp8-lm"}, "sliced": {"recipe": "fp8-lm", "partition": "slice"}}
+    whole, sliced = run_two(jobs.with_both, **run, config=jobs.CLIPPED, lora=True)[0]
+    assert whole.losses == pytest.approx(sliced.losses, rel=2e-3)
+    assert all("lora" in name for name in changed(whole.weights, sliced.weights))
 
 
 @pytest.mark.parametrize("recipe", ["lossless", "fp8-lm"])
@@ -104,29 +97,20 @@ def test_looking_and_changing(recipe):
 @pytest.mark.parametrize("recipe, lora", [("lossless", False), ("fp8-lm", False), ("fp8-lm", True)])
 def test_checkpoints(recipe, lora):
     for log in run_two(jobs.checkpoints, recipe=recipe, lora=lora):
-        uninterrupted, resumed = log["resume"]
-        assert log["at load"] and resumed == uninterrupted and log["resume weights"]
-        assert log["consolidated"] and log["zero_to_fp32"] and log["stock weights"]
-        assert log["stock"][1] == pytest.approx(log["stock"][0], rel=5e-3)
+        uninterrupted, in_stock = log["losses"]
+        assert not log["differing"] and log["consolidated"] and log["zero_to_fp32"] and log["stock weights"]
+        assert in_stock == pytest.approx(uninterrupted, rel=5e-3)
         # Rounded to fp16 with a scale first, a master weight between two bf16 numbers may become the other one.
         assert log["from stock"] <= (0 if recipe == "lossless" else 2**-7)
 
 
 def test_universal_checkpoint_at_another_world_size(tmp_path):
-    from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
-
     saved = run_ranks(jobs.save_universal, folder=str(tmp_path))
-    import sys
-    from unittest import mock
-
-    arguments = ["x", "--input_folder", str(tmp_path / "u"), "--output_folder", str(tmp_path / "u_universal")]
-    with mock.patch.object(sys, "argv", [*arguments, "--num_extract_workers", "1", "--num_merge_workers", "1"]):
-        main(parse_arguments())
-    (tmp_path / "latest_universal").write_text("u_universal")
-    resumed = run_ranks(jobs.load_universal, world=2, ranks_per_node=1, folder=str(tmp_path))
-    for (weights, next_loss), (loaded, moment, loss) in zip(saved, resumed):
-        assert weights_differ(loaded, weights) == 0 and moment > 0
-        assert loss == pytest.approx(next_loss, rel=2e-2)
+    universal(str(tmp_path), "u")
+    for run, resumed in zip(saved, run_two(jobs.load_universal, folder=str(tmp_path))):
+        (weights, moment), (loss,) = *resumed.seen, resumed.losses
+        assert equal(weights, *run.seen) and moment > 0
+        assert loss == pytest.approx(run.losses[-1], rel=2e-2)
 
 
 def test_destroy_gives_slices_back():
@@ -141,8 +125,8 @@ def test_a_model_whose_engine_was_collected():
 
 def test_sub_groups_are_cut_alike_on_all_ranks():
     ranks = run_ranks(jobs.sub_groups)
-    assert len({count for count, _, _ in ranks}) == 1 and ranks[0][0] > 3
-    assert any(0 in flats for _, flats, _ in ranks), "no rank owns nothing of a sub-group: the case did not occur"
+    assert len({len(flats) for flats in ranks}) == 1 and len(ranks[0]) > 3
+    assert any(0 in flats for flats in ranks), "no rank owns nothing of a sub-group: the case did not occur"
 
 
 def test_no_rank_holds_the_model_while_owners_are_found():

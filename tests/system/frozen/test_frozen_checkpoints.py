@@ -5,11 +5,11 @@ import io
 from pathlib import Path
 
 import frozen_checkpoint_jobs as jobs
-import numpy
 import pytest
 import torch
 from frozen_jobs import frozen
 from ranks import run_ranks, run_two
+from running import differing, equal
 
 from zeropp_fp8.export import export_checkpoint, main
 from zeropp_fp8.zero.checkpoint.manifest import damage, read_manifest
@@ -20,20 +20,11 @@ UNIVERSAL = {"checkpoint": {"load_universal": True}}
 CODES = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight was saved by zeropp_fp8 as nf4 (block 16"
 
 
-def assert_same(mine, others):
-    """{name: {name: array}}, bit for bit."""
-    assert set(mine) == set(others)
-    for kind in mine:
-        assert set(mine[kind]) == set(others[kind])
-        for name in mine[kind]:
-            assert numpy.array_equal(mine[kind][name], others[kind][name]), (kind, name)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(folder, what 4 ranks did): NF4 with double quantization, also as a universal checkpoint."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    return folder, run_ranks(jobs.train_and_save, folder=folder, fields=NF4, universal=True)
+    return folder, run_ranks(jobs.train_and_save, folder=folder, fields=NF4, universally=True)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -43,9 +34,7 @@ def test_resumes_bit_for_bit(saved):
     """2 steps, a checkpoint, 2 steps in new processes: as 4 steps at once. All 14 linear weights are codes."""
     folder, runs = saved
     for run, resumed in zip(runs, run_ranks(jobs.load_and_train, folder=folder, fields=NF4)):
-        assert resumed["losses"] == run["losses"][2:] and resumed["evaluation"] == run["evaluation"]
-        assert resumed["fresh"] and resumed["stored"] == run["stored"] == 14
-        assert_same(resumed["state"], run["state"])
+        assert resumed.losses == run.losses[2:] and equal(resumed.seen, run.seen)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +63,15 @@ def test_resumes_in_other_settings(fields, dtype, zero_init, more, tmp_path):
     options = {"folder": str(tmp_path), "fields": fields, "dtype": dtype, "zero_init": zero_init, "more": more}
     runs = run_two(jobs.train_and_save, **options)
     for run, resumed in zip(runs, run_two(jobs.load_and_train, **options)):
-        assert resumed["losses"] == run["losses"][2:] and resumed["evaluation"] == run["evaluation"]
-        assert resumed["fresh"] and resumed["stored"] == 14
-        assert_same(resumed["state"], run["state"])
+        assert resumed.losses == run.losses[2:] and equal(resumed.seen, run.seen)
 
 
 def test_loading_replaces_copies_of_the_weights_before(saved):
     """Into an engine that has trained: payloads of units and secondary shards are those of other codes."""
     folder, runs = saved
     more = {"secondary": {"scope": "node"}}
-    for run, (loss, losses) in zip(runs, run_ranks(jobs.load_in_the_middle, folder=folder, fields=NF4, more=more)):
-        assert loss == run["evaluation"] and losses == run["losses"][2:]
+    for run, losses in zip(runs, run_ranks(jobs.load_in_the_middle, folder=folder, fields=NF4, more=more)):
+        assert losses == run.losses[2:]
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
@@ -94,10 +81,8 @@ def test_other_numbers_of_ranks_by_the_universal_checkpoint(world, saved):
     for resumed in run_ranks(
         jobs.load_and_train, world=world, ranks_per_node=1, folder=folder, fields=NF4, tag="universal", **UNIVERSAL
     ):
-        assert resumed["fresh"] and resumed["stored"] == 14
-        assert resumed["evaluation"] == runs[0]["evaluation"]
-        assert_same(resumed["state"], runs[0]["state"])
-        assert resumed["losses"][1] != resumed["losses"][0]
+        evaluation, first, second = resumed.losses
+        assert evaluation == runs[0].losses[2] and equal(resumed.seen, runs[0].seen) and second != first
 
 
 @pytest.mark.parametrize("world", [4, 2])
@@ -106,8 +91,9 @@ def test_weights_without_optimizer_states(world, saved):
     folder, runs = saved
     load = {"load_optimizer_states": False, "load_module_only": True}
     for resumed in run_ranks(jobs.load_and_train, world=world, ranks_per_node=1, folder=folder, fields=NF4, load=load):
-        assert resumed["fresh"] and resumed["evaluation"] == runs[0]["evaluation"]
-        assert_same(resumed["state"], {kind: runs[0]["state"][kind] for kind in ("weights", "fp32")})
+        ((state,), (saved,)) = resumed.seen, runs[0].seen
+        assert resumed.losses[0] == runs[0].losses[2]
+        assert set(state) == {"weights", "masters"} and all(equal(state[kind], saved[kind]) for kind in state)
 
 
 # -- numbers into codes ------------------------------------------------------------------------------------------------
@@ -124,26 +110,27 @@ def test_a_checkpoint_of_numbers_is_encoded(dtype, into, tmp_path):
 
 def test_a_universal_checkpoint_of_numbers_is_encoded(tmp_path):
     options = {"folder": str(tmp_path), "dtype": "bf16"}
-    run_ranks(jobs.train_and_save, fields={"format": "none"}, universal=True, world=3, ranks_per_node=1, **options)
-    for loaded in run_ranks(
-        jobs.load_and_train, world=2, ranks_per_node=1, fields=frozen("int4"), tag="universal", **options, **UNIVERSAL
-    ):
-        assert loaded["fresh"] and loaded["stored"] == 14
+    run_ranks(jobs.train_and_save, fields={"format": "none"}, universally=True, world=3, ranks_per_node=1, **options)
+    run_two(jobs.load_and_train, fields=frozen("int4"), tag="universal", **options, **UNIVERSAL)
 
 
 # -- what is left out, or refused --------------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_can_be_left_out(tmp_path):
-    for state, fragments, num_bytes in run_ranks(jobs.save_excluded, folder=str(tmp_path), fields=NF4):
+@pytest.fixture(scope="module")
+def excluded(saved):
+    """A checkpoint without frozen parameters beside the one that is saved."""
+    return run_ranks(jobs.save_excluded, folder=saved[0], fields=NF4)
+
+
+def test_frozen_parameters_can_be_left_out(excluded):
+    for fragments, num_bytes in excluded:
         assert fragments is None and num_bytes < 30_000, "no codes"
-        assert state["weights"]
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_changed(saved):
+def test_what_does_not_fit_is_refused_before_anything_is_changed(saved, excluded):
     folder, _ = saved
-    run_ranks(jobs.save_excluded, folder=folder, fields=NF4)
-    for results in run_ranks(jobs.refusals, folder=folder, saved=NF4, plain=frozen("int8")):
+    for results in run_ranks(jobs.refusals, folder=folder, of_saved=NF4, plain=frozen("int8")):
         for name in ("other format", "no store", "no store, module only", "skipped"):
             message = results[name]
             assert message.startswith('ConfigError: "zeropp_fp8.frozen.format": the checkpoint holds base_model.model.')
@@ -156,30 +143,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(saved):
         assert "has slices of 4096 elements on 4 ranks, this model's tensor has 8192 elements" in results["other shape"]
         assert results["no frozen parameter"].startswith("RuntimeError: the checkpoint has no frozen parameter base_")
         kept = {name[0]: as_before for name, as_before in results.items() if isinstance(name, tuple)}
-        assert [name for name in kept if results[name] == "loaded"] == ["unmerged", "excluded, not strict"]
-        assert [name for name in kept if not kept[name]] == ["stock", "unmerged", "excluded, not strict"]
+        assert [name for name in kept if results[name] == "nothing raised"] == ["excluded, not strict", "unmerged"]
+        assert [name for name in kept if not kept[name]] == ["stock", "excluded, not strict", "unmerged"]
         assert results["codes of excluded"]
 
 
 def test_files_of_other_ranks_that_are_missing(saved, tmp_path):
-    folder, _ = saved
-    for message in run_ranks(
-        jobs.some_files_are_missing, world=2, ranks_per_node=1, folder=folder, into=str(tmp_path), fields=NF4
-    ):
-        assert "frozen weights that 4 ranks saved are read by 2 ranks from the files of all" in message
-        assert "this one lacks" in message and "zero_pp_rank_3_mp_rank_00_model_states.pt" in message
-
-
-def test_states_of_one_rank_are_not_enough(saved):
-    folder, _ = saved
-    for message in run_ranks(jobs.states_by_hand, world=2, ranks_per_node=1, folder=folder, fields=NF4):
-        assert "call load_checkpoint instead of load_module_state_dict" in message
+    for missing, one in run_two(jobs.files_are_missing, folder=saved[0], into=str(tmp_path), fields=NF4):
+        assert "frozen weights that 4 ranks saved are read by 2 ranks from the files of all" in missing
+        assert "this one lacks" in missing and "zero_pp_rank_3_mp_rank_00_model_states.pt" in missing
+        assert "call load_checkpoint instead of load_module_state_dict" in one
 
 
 def test_a_merged_adapter_is_not_saved_into_the_codes(tmp_path):
-    for changed, as_before in run_ranks(
-        jobs.save_merged_state, world=2, ranks_per_node=1, folder=str(tmp_path), fields=frozen("int8")
-    ):
+    for changed, as_before in run_two(jobs.save_merged_state, folder=str(tmp_path), fields=frozen("int8")):
         assert changed and as_before
 
 
@@ -192,7 +169,7 @@ def test_readers_of_numbers_are_told(saved):
     assert set(found) == {"dict", "lazy", "files"}
     for message in found.values():
         assert message.startswith(f"RawCodesError: {CODES}") and "python -m zeropp_fp8.export" in message
-    assert_same({"fp32": trained}, {"fp32": runs[0]["state"]["fp32"]})
+    assert equal(trained, runs[0].seen[0]["masters"])
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +194,8 @@ def test_zero_to_fp32_reads_the_exported_copy(saved, exported):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     weights = get_fp32_state_dict_from_zero_checkpoint(exported)
-    expected = saved[1][0]["state"]["weights"]
-    assert_same({"": {name: tensor.detach().float().numpy() for name, tensor in weights.items()}}, {"": expected})
+    found = {name: tensor.detach().float() for name, tensor in weights.items()}
+    assert equal(found, saved[1][0].seen[0]["weights"])
 
 
 def test_stock_resumes_from_the_exported_copy(saved, exported):
@@ -231,9 +208,7 @@ def test_stock_resumes_from_the_exported_copy(saved, exported):
         run_ranks(jobs.load_and_train, fields=NF4, **by_module),
         run_ranks(jobs.load_and_train, folder=exported, fields=NF4, plugin=False),
     ):
-        assert stock["stored"] == 0 and stock["losses"] == run["losses"]
-        assert stock["evaluation"] == run["evaluation"]
-        assert_same(stock["state"], run["state"])
+        assert not differing(stock, run)
 
 
 def test_a_universal_checkpoint_is_exported_too(saved, tmp_path):

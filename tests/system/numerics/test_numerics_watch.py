@@ -163,4 +163,4 @@ def test_after_a_fall_back_of_every_recipe(ranks, fallen):
 
 def test_a_rank_without_the_memory_to_fall_back_ends_all():
     for said in run_two(jobs.without_memory):
-        assert said == "falling back to high precision has failed on rank 1: out of memory"
+        assert said == "RuntimeError: falling back to high precision has failed on rank 1: out of memory"

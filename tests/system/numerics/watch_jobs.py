@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
 
+import running
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from models import batches, compiled_by, ds_config, full_weights, llama, make_engine, section
-from numerics_jobs import WATCHED, decibels, look, small_model, sums_of
-from ranks import printed
-from running import loss_of, switch
+from models import batches, compiled_by, full_weights, llama, section
+from numerics_jobs import WATCHED, decibels, small_model, sums_of, watch_arrivals
+from ranks import attempt, printed
+from running import Spec, backward, forward, loss_of, on_engine, run, scaled, see, step, update
 
 from zeropp_fp8.numerics import watch as watch_module
 
@@ -27,50 +29,46 @@ def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulat
         (after each step whether it has fallen back, and whether layers are plain; how it ended; of the last step the dB
         of reduced gradients and the loss, of engine and of a plain model with the same weights).
     """
-    switch(True)
-    model = llama(intermediate=128)
-    numerics = {"watch": watch}
-    engine = make_engine(
-        model,
-        ds_config(section(recipe, numerics=numerics, **fields), gradient_accumulation_steps=accumulation),
-    )
-    session, found = engine.zeropp_fp8_session, []
-    plain = llama(intermediate=128)
-    data = batches(STEPS * accumulation, dist.get_rank())
+    config, model = {"gradient_accumulation_steps": accumulation}, functools.partial(llama, intermediate=128)
+    spec = Spec(section(recipe, numerics={"watch": watch}, **fields), config=config, model=model)
+    plain, found, data = model(), [], list(batches(STEPS * accumulation, dist.get_rank()))
+    jump = scaled(factor if dist.get_rank() == rank else 1.0)
+    back = (lambda running: running.loss.backward()) if direct else backward
+
+    def look(engine):
+        formats = engine.zeropp_fp8_session.formats
+        layer = engine.module.get_submodule(WATCHED)
+        none = (formats.weights, formats.within, formats.between) == (None, None, None)
+        found.append((none, type(layer) is torch.nn.Linear))
+
+    one = [*[forward, back, update] * accumulation, on_engine(look)]
+    high = [*[forward, jump, back, update] * accumulation, on_engine(look)]
+    take = on_engine(lambda engine: plain.load_state_dict(full_weights(engine.module)))
+    last = [take, *[forward, back, update] * (accumulation - 1), forward, back, see(gradients_of), update]
+    events = [*one * (SPIKE_AT - 1), *high, *one * (STEPS - SPIKE_AT - 1), *last, on_engine(look)]
     try:
-        for step in range(1, STEPS + 1):
-            if step == STEPS:
-                plain.load_state_dict(full_weights(engine.module))
-            own_losses, plain_losses = [], []
-            for _ in range(accumulation):
-                tokens = next(data)
-                loss = loss_of(engine, tokens)
-                own_losses.append(loss.item())
-                if step == SPIKE_AT and dist.get_rank() == rank:
-                    loss = loss * factor
-                if direct:
-                    loss.backward()
-                else:
-                    engine.backward(loss)
-                if step == STEPS:
-                    of_plain = loss_of(plain, tokens)
-                    (of_plain / accumulation).backward()
-                    plain_losses.append(of_plain.item())
-                    reduced = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
-                engine.step()
-            formats = (session.formats.weights, session.formats.within, session.formats.between)
-            layer = engine.module.get_submodule(WATCHED)
-            found.append((formats == (None, None, None), type(layer) is torch.nn.Linear))
+        trace = run(spec, events, data=data)
     except (FloatingPointError, RuntimeError) as error:
         return found, repr(error), None, None
-    finally:
-        engine.destroy()
-    pairs = []
-    for name, param in plain.named_parameters():
-        exact = param.grad.double()
-        dist.all_reduce(exact)
-        pairs.append((exact / dist.get_world_size(), reduced[name]))
-    return found, None, decibels(sums_of(pairs)), (own_losses, plain_losses)
+    losses = []
+    for tokens in data[-accumulation:]:
+        loss = loss_of(plain, tokens)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+    pairs = [(mean_of(param.grad), trace.seen[0][name]) for name, param in plain.named_parameters()]
+    return found, None, decibels(sums_of(pairs)), (trace.losses[-accumulation:], losses)
+
+
+def gradients_of(engine):
+    trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    return {name: safe_get_full_grad(param).double() for name, param in trained.items()}
+
+
+def mean_of(gradient):
+    """Over ranks, in float64."""
+    exact = gradient.double()
+    dist.all_reduce(exact)
+    return exact / dist.get_world_size()
 
 
 def watch_all(cases):
@@ -78,44 +76,33 @@ def watch_all(cases):
 
 
 SOON = 3  # the step that jumps where two losses are enough to compare with
+JUMP = [forward, scaled(1000.0), backward, update]
 
 
-def _engine(watch, recipe="zeropp", lora=False, ds=None, **fields):
-    switch(True)
+def spec_of(watch, recipe="zeropp", lora=False, ds=None, numerics=None, **fields):
     watch_module.LEAST = SOON - 1
-    config = ds_config(section(recipe, numerics={"watch": watch}, **fields), **(ds or {}))
-    return make_engine(small_model(lora), config)
+    the_section = section(recipe, numerics={"watch": watch, **(numerics or {})}, **fields)
+    return Spec(the_section, config=ds or {}, model=functools.partial(small_model, lora))
 
 
-def _spiking_step(engine, tokens, step):
-    for _ in range(engine.gradient_accumulation_steps()):
-        loss = loss_of(engine, tokens)
-        engine.backward(loss * (1000.0 if step == SOON else 1.0))
-        engine.step()
-    return loss.item()
+def said(engine):
+    return printed(dist.get_rank())
 
 
 def jumping(steps, high):
     """What is said of a watch in `steps` steps, of which those in `high` have losses that jump."""
-    engine = _engine("fall_back")
-    before = len(printed(dist.get_rank()))
-    for step, tokens in enumerate(batches(steps, dist.get_rank()), start=1):
-        _spiking_step(engine, tokens, SOON if step in high else 0)
-    engine.destroy()
-    return printed(dist.get_rank())[before:]
+    events = [JUMP if place in high else [step] for place in range(1, steps + 1)]
+    before, after = run(spec_of("fall_back"), [see(said), *itertools.chain(*events), see(said)]).seen
+    return after[len(before) :]
 
 
 def sampled(path, recipe, accumulation):
     """Kinds in the samples of steps of which one falls back."""
     small = {"compute": {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}}
-    numerics = {"watch": "fall_back", "every": 1, "parts": 1, "file": path}
-    switch(True)
-    watch_module.LEAST = SOON - 1
-    options = {"gradient_accumulation_steps": accumulation}
-    engine = make_engine(small_model(), ds_config(section(recipe, numerics=numerics, **small), **options))
-    for step, tokens in enumerate(batches(SOON + 2, dist.get_rank()), start=1):
-        _spiking_step(engine, tokens, step)
-    engine.destroy()
+    numerics, config = {"every": 1, "parts": 1, "file": path}, {"gradient_accumulation_steps": accumulation}
+    events = [[step] * (SOON - 1), JUMP, [step] * 2]
+    events = [event for of_step in events for event in of_step * accumulation]
+    run(spec_of("fall_back", recipe, ds=config, numerics=numerics, **small), events)
     dist.barrier()
     return [{row["kind"] for row in json.loads(line)["rows"]} for line in Path(path).read_text().splitlines()]
 
@@ -130,107 +117,98 @@ def resumed(folder, cases):
 
 
 def _resumed(folder, watch="fall_back", **case):
-    first = _engine("fall_back", **case)
-    tokens = [*batches(SOON + 3, dist.get_rank())]
-    for step, one in enumerate(tokens[: SOON + 1], start=1):
-        _spiking_step(first, one, step)
-    first.save_checkpoint(folder)
-    losses = [_spiking_step(first, one, SOON + 2) for one in tokens[SOON + 1 :]]
-    weights = full_weights(first.module)
-    first.destroy()
-    second = _engine(watch, **case)
-    before = len(printed(dist.get_rank()))
-    second.load_checkpoint(folder)
-    said = printed(dist.get_rank())[before:]
-    session = second.zeropp_fp8_session
-    compared_with = [len(one.earlier) for one in session.parts if isinstance(one, watch_module.Watch)]
-    fell_back = session.formats.fell_back, session.formats.weights is session.formats.between is None
-    again = [_spiking_step(second, one, SOON + 2) for one in tokens[SOON + 1 :]]
-    same = all(torch.equal(weight, weights[name]) for name, weight in full_weights(second.module).items())
-    second.destroy()
-    return again == losses, same, fell_back, compared_with, said
+    first, second = (spec_of(each, **case) for each in ("fall_back", watch))
+
+    def look(engine):
+        session = engine.zeropp_fp8_session
+        compared_with = [len(one.earlier) for one in session.parts if isinstance(one, watch_module.Watch)]
+        fell_back = session.formats.fell_back, session.formats.weights is session.formats.between is None
+        return fell_back, compared_with, said(engine)
+
+    before, after = [*[step] * (SOON - 1), *JUMP, step], [see(look), step, step]
+    _, went_on, again = running.resumed(first, before, after, ("weights",), running.other(second), folder=folder)
+    (fell_back, compared_with, text), (*_, earlier) = again.seen[0], went_on.seen[0]
+    same = again.losses == went_on.losses, running.same(again.weights, went_on.weights)
+    return *same, fell_back, compared_with, text[len(earlier) :]
 
 
 def fallen(cases):
-    """Of each case what is said, and what the next step is like: `_next_step`."""
-    found = []
-    for case in cases:
-        before = len(printed(dist.get_rank()))
-        with compiled_by("aot_eager"):
-            lora, engine = case.get("lora", False), _engine("fall_back", **case)
-            for step, tokens in enumerate(batches(SOON, dist.get_rank()), start=1):
-                _spiking_step(engine, tokens, step)
-            found.append((printed(dist.get_rank())[before:], _next_step(engine, small_model(lora))))
-        engine.destroy()
-    return found
+    """Of each case what is said, and what the next step is like: `NextStep`."""
+    return [_fallen(**case) for case in cases]
+
+
+def _fallen(**case):
+    spec, rank = spec_of("fall_back", **case), dist.get_rank()
+    micro_batches = spec.config.get("gradient_accumulation_steps", 1)
+    *first, tokens = [*batches(SOON, rank), *batches(1, rank, seed=7)]
+    next_step = NextStep(spec.model(), tokens)
+    last = [forward, backward, on_engine(next_step.before_update), update] * micro_batches
+    events = [*[step] * (SOON - 1) * micro_batches, *JUMP * micro_batches, see(said), on_engine(next_step.begin)]
+    data = [each for each in (*first, tokens) for _ in range(micro_batches)]
+    before = len(printed(rank))
+    with compiled_by("aot_eager"):
+        trace = run(spec, [*events, *last, see(next_step.compare)], data=data)
+    return trace.seen[0][before:], {**trace.seen[1], "losses": (trace.losses[-1], next_step.plain_loss)}
 
 
 def without_memory():
     """What two ranks raise where one of them has no memory to fall back."""
-    engine = _engine("fall_back", "fp8-lm-o1")
-    if dist.get_rank() == 1:
 
-        def formats_changed():
-            raise torch.OutOfMemoryError("out of memory")
+    def formats_changed():
+        raise torch.OutOfMemoryError("out of memory")
 
-        engine.optimizer.gradients.store.formats_changed = formats_changed
-    try:
-        for step, tokens in enumerate(batches(SOON, dist.get_rank()), start=1):
-            _spiking_step(engine, tokens, step)
-    except RuntimeError as error:
-        return str(error)
+    def fill(engine):
+        if dist.get_rank() == 1:
+            engine.optimizer.gradients.store.formats_changed = formats_changed
+
+    spec = spec_of("fall_back", "fp8-lm-o1")
+    return attempt(lambda: run(spec, [on_engine(fill), *[step] * (SOON - 1), *JUMP]))
 
 
-def _next_step(engine, plain):
-    """Of one more step, against a plain model with the same weights and an update by the formulas.
+class NextStep:
+    """One more step, against a plain model with the same weights and an update by the formulas.
 
     {"arrived otherwise": weights that had other bits than those at rest, of "seen", "losses": both, "gradients", and
     "weights" after the update: dB, "sent": bytes of all ranks, of weights in forward and of gradients, "numel": that
     are trained, "frozen": formats of weights that rest as codes}
     """
-    (tokens,) = batches(1, dist.get_rank(), seed=7)
-    at_rest = full_weights(engine.module)
-    plain.load_state_dict(at_rest)
-    trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
-    states = {name: states_of(param) for name, param in trained.items()}
-    arrived, handles = {}, []
-    for prefix, module in engine.module.named_modules():
-        own = {f"{prefix}.{name}": param for name, param in module.named_parameters(recurse=False)}
-        sees = functools.partial(look, own, at_rest, arrived)
-        handles += [module.register_forward_pre_hook(sees)] if own else []
-    before = sent_of(engine)
-    losses = []
-    for _ in range(engine.gradient_accumulation_steps()):
-        loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        reduced = {name: safe_get_full_grad(param).double() for name, param in trained.items()}
-        engine.step()
-    for handle in handles:
-        handle.remove()
-    of_plain = loss_of(plain, tokens)
-    of_plain.backward()
-    losses = loss.item(), of_plain.item()
-    gradients, weights = [], []
-    after = full_weights(engine.module)
-    for name, param in plain.named_parameters():
-        if name in trained:
-            exact = param.grad.double()
-            dist.all_reduce(exact)
-            exact /= dist.get_world_size()
-            gradients.append((exact, reduced[name].view_as(exact)))
-            weights.append((updated(states[name], exact), after[name]))
-    units = engine.optimizer.gatherer.units
-    frozen = {unit.format_of(param).name for unit in units if unit.storage.sends_what_rests for param in unit.params}
-    return {
-        "arrived otherwise": sorted(name for name, same in arrived.items() if not same),
-        "seen": len(arrived),
-        "losses": losses,
-        "gradients": decibels(sums_of(gradients)),
-        "weights": decibels(sums_of(weights)),
-        "sent": {kind: value - before[kind] for kind, value in sent_of(engine).items()},
-        "numel": sum(param.ds_numel for param in trained.values()),
-        "frozen": frozen,
-    }
+
+    def __init__(self, plain, tokens):
+        self.plain, self.tokens, self.arrived = plain, tokens, {}
+
+    def begin(self, engine):
+        at_rest = full_weights(engine.module)
+        self.plain.load_state_dict(at_rest)
+        self.trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+        self.states = {name: states_of(param) for name, param in self.trained.items()}
+        self.hooks, self.sent = watch_arrivals(engine, at_rest, self.arrived), sent_of(engine)
+
+    def before_update(self, engine):
+        self.reduced = gradients_of(engine)
+
+    def compare(self, engine):
+        for hook in self.hooks:
+            hook.remove()
+        loss = loss_of(self.plain, self.tokens)
+        loss.backward()
+        self.plain_loss = loss.item()
+        gradients, weights, after = [], [], full_weights(engine.module)
+        for name, param in self.plain.named_parameters():
+            if name in self.trained:
+                exact = mean_of(param.grad)
+                gradients.append((exact, self.reduced[name].view_as(exact)))
+                weights.append((updated(self.states[name], exact), after[name]))
+        units = engine.optimizer.gatherer.units
+        frozen = [(unit, param) for unit in units if unit.storage.sends_what_rests for param in unit.params]
+        return {
+            "arrived otherwise": sorted(name for name, same in self.arrived.items() if not same),
+            "seen": len(self.arrived),
+            "gradients": decibels(sums_of(gradients)),
+            "weights": decibels(sums_of(weights)),
+            "sent": {kind: value - self.sent[kind] for kind, value in sent_of(engine).items()},
+            "numel": sum(param.ds_numel for param in self.trained.values()),
+            "frozen": {unit.format_of(param).name for unit, param in frozen},
+        }
 
 
 def states_of(param):
