@@ -36,7 +36,7 @@ def only_native(monkeypatch):
     if torch.cuda.get_device_capability(CUDA) == (9, 0) and torch.version.cuda >= "12.9":
         assert not missing
     if missing:
-        pytest.skip(f"this device has no FP8 GEMM with a scale a {', a '.join(missing)}")
+        pytest.skip(f"this device has no FP8 GEMM with a scale per {', per '.join(missing)}")
     emulated = gemm._emulated
 
     def refuse(a, b):

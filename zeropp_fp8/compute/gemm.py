@@ -44,7 +44,7 @@ def execution(device: torch.device, scaling: str) -> str:
     granularity = {"per_channel": "row", "block": "block"}.get(scaling, "tensor")
     if has_fp8_gemm(device, granularity):
         return "FP8 tensor cores"
-    return f"emulated in fp32: no FP8 GEMM for scales a {granularity} on this device ({device.type})"
+    return f"emulated in fp32: no FP8 GEMM for scales per {granularity} on this device ({device.type})"
 
 
 def matmul_nt(

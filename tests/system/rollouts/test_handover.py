@@ -92,7 +92,7 @@ def test_a_rank_that_only_gathers():
 FP8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
 FLOAT8 = {
     "a scale per row": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "per_channel"}}),
-    "a scale a tile": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "block"}}),
+    "a scale per tile": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "block"}}),
     "a scale per tensor": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "current"}}),
     "owners": ("fp8-lm", {"compute": {**FP8, "scaling": "delayed"}}),
     "in 16 bits": ("zeropp", {}),
@@ -110,7 +110,7 @@ def test_float8_weights():
             assert of["dtypes"] == {"torch.bfloat16", "torch.float8_e4m3fn", "torch.float32"}
             (group,) = of["config"]["config_groups"].values()
             assert of["config"]["ignore"] == ["lm_head"], way
-            assert group["weights"]["strategy"] == ("block" if way == "a scale a tile" else "channel")
+            assert group["weights"]["strategy"] == ("block" if way == "a scale per tile" else "channel")
 
 
 def test_adapters_merged_into_float8():
