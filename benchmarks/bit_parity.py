@@ -246,7 +246,7 @@ class Run:
         return found
 
     def observations(self) -> dict:
-        """What the checks look at, of an engine with the plugin."""
+        """Return what the checks look at, of an engine with the plugin."""
         import zeropp_fp8
 
         if self.case.recipe is None:
@@ -357,7 +357,7 @@ def means(record: dict) -> list[float]:
 
 
 def judge(case: Case, record: dict, records: dict) -> str:
-    """What to say of a case that ran.
+    """Return what to say of a case that ran.
 
     Raises:
         AssertionError: it is not well.
@@ -476,13 +476,13 @@ def gathered(mine, control) -> list:
 
 
 def earlier(args) -> dict | None:
-    """What was found before torchrun started the ranks again; None at the first start."""
+    """Return what was found before torchrun started the ranks again; None at the first start."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and Path(args.out).exists()
     return json.loads(Path(args.out).read_text()) if restarted else None
 
 
 def head(args, device) -> dict:
-    """What rank 0 begins with; after a restart with what was found before, the case that ended it as failed."""
+    """Return what rank 0 begins with; after a restart with what was found before, the case that ended it as failed."""
     result = earlier(args)
     if result is not None:
         if result["under_way"]:

@@ -1,4 +1,4 @@
-"""What the doctor says of this machine: what it prints, and what it writes for tools.
+"""The doctor on this machine: the words that it prints, and the file that it writes for tools.
 
     python -m benchmarks.doctor --ranks 2 --out h100-2-nvlink.json
     python -m benchmarks.doctor --ranks 2 --params 1.3e9 --seconds 4     (all other options are the doctor's)

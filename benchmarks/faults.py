@@ -1,4 +1,4 @@
-"""What becomes of a job when one rank meets a fault, for every recipe, every kind of fault and every place.
+"""One rank meets a fault: how the job ends, for every recipe, every kind of fault and every place.
 
     python -m benchmarks.faults --out faults.json
     python -m benchmarks.faults --device cuda --margin 60 --recipes zeropp --faults kill stop --out faults.json
@@ -182,7 +182,7 @@ def live(args, way: str, fault: str | None, place: str | None, rank: int, start:
 
 
 def run(args, way: str, start: Path, folder: Path, fault: str | None = None, place: str | None = None) -> list[dict]:
-    """What each rank of one start told, with its exit status and how many seconds after the fault it ended."""
+    """Return what each rank of one start told, with its exit status and how many seconds after the fault it ended."""
     start.mkdir()
     context = forkserver_context()
     all_ranks = range(args.ranks)
@@ -221,7 +221,7 @@ def tail(start: Path, rank: int) -> str:
 
 
 def wrong_in(args, fault: str, ranks: list[dict], start: Path) -> str | None:
-    """What is not well in the start that was struck."""
+    """Return what is not well in the start that was struck."""
     for r, told in enumerate(ranks):
         if told["seconds"] is None:
             return f"the place was never reached\n{tail(start, r)}"
@@ -247,7 +247,7 @@ def wrong_in(args, fault: str, ranks: list[dict], start: Path) -> str | None:
 
 
 def wrong_after(ranks: list[dict], right: list[dict], start: Path) -> str | None:
-    """What is not well in the next start."""
+    """Return what is not well in the next start."""
     for r, (told, of_right) in enumerate(zip(ranks, right)):
         if told["status"]:
             return f"next start: rank {r} ended with {told['status']}: {told.get('error')}\n{tail(start, r)}"

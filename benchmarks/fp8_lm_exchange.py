@@ -106,7 +106,7 @@ class TwoHopExchange:
                 pass
         for lane in self._lanes:
             lane.before_current()
-        if self._scales[0] is not None:  # once a step: the amax of all tensors, and the counts
+        if self._scales[0] is not None:  # once per step: the amax of all tensors, and the counts
             for table in (torch.cat([scales.amax for scales in self._scales]), self._scales[0].counts):
                 dist.all_reduce(table, op=dist.ReduceOp.MAX)
                 ledger.sent_around_ring(table.numel() * table.element_size(), rounds=2)

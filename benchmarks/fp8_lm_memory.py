@@ -1,4 +1,4 @@
-"""Bytes a parameter on a rank that trains with FP8-LM under ZeRO-3, against bf16 with fp32 AdamW.
+"""Bytes per parameter on a rank that trains with FP8-LM under ZeRO-3, against bf16 with fp32 AdamW.
 
     python -m benchmarks.fp8_lm_memory --out runs/fp8_lm_memory.json
 
@@ -30,7 +30,7 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell, verdict
 from examples.options import whole
 
-# Bytes a parameter of gradients, master weights and moments, without weights and scales.
+# Bytes per parameter of gradients, master weights and moments, without weights and scales.
 STATE_TARGETS = {"fp8-lm-o2": 6.0, "fp8-lm": 6.0}
 STATE_TOLERANCE = 5.0  # percent of states and weights together
 PEAK_TARGET = 30.0  # percent that the step's peak is below the base's
@@ -83,7 +83,7 @@ def moment_bytes(optimizer) -> int:
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """Bytes a parameter of each run, and whether they meet the targets; the base is the leanest run in bf16."""
+    """Bytes per parameter of each run, and whether they meet the targets; the base is the leanest run in bf16."""
     by_run, lines = {row["run"]: row for row in rows}, []
     base_peaks = [row["peak_bytes"] for row in rows if row["run"] in (BASE, *STOCK) and row["peak_bytes"] is not None]
     for run, row in by_run.items():

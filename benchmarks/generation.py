@@ -146,7 +146,7 @@ def pass_of_a_token(model: nn.Module, prompt: Tensor, static: bool) -> Callable[
 
 
 def bounds(model: nn.Module, prompt: Tensor, device: torch.device, count: int, static: bool) -> dict:
-    """What of a row says whether a token waits for the host or for the GPU, with the `count` largest parts of each."""
+    """Return the parts of a row that say whether a token waits for the host or the GPU, the `count` largest of each."""
     forward = pass_of_a_token(model, prompt, static)
     found = {"host_ms": host_ms(forward, device)}
     if device.type == "cuda":

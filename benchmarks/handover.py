@@ -79,7 +79,7 @@ def engine_of(run: str, args, device: torch.device):
 
 
 class OfTrl:
-    """What TRL iterates over, as a source. It finds names by a first pass over all weights, which is not timed."""
+    """The weights that TRL iterates over, as a source. A first pass over all weights finds names, and is not timed."""
 
     def __init__(self, engine) -> None:
         from trl.generation.vllm_generation import DistributedBackend, VLLMGeneration
@@ -113,7 +113,7 @@ class OfTrl:
 
 
 def source_of(run: str, engine):
-    """What is handed over."""
+    """Return what is handed over."""
     from zeropp_fp8.handover import WeightSource
 
     return OfTrl(engine) if RUNS[run][0] is None else WeightSource(engine, **RUNS[run][2])
@@ -148,7 +148,7 @@ def there_at_once(engine, source: Iterable) -> int:
 
 
 def gathered_bytes(run: str, engine) -> int | None:
-    """What this rank has sent outside of steps; None without the plugin."""
+    """Return what this rank has sent outside of steps; None without the plugin."""
     if RUNS[run][0] is None:
         return None
     import zeropp_fp8

@@ -72,7 +72,7 @@ def measure(run: str, args, device: torch.device) -> dict:
 
 
 def line(row: dict) -> str:
-    """What is printed of a row at once."""
+    """Return what is printed of a row at once."""
     text = f"{row['run']}: {row['frozen_per_parameter']:.4f} bytes a frozen parameter"
     return text if row["peak_bytes"] is None else f"{text}, peak of a step {row['peak_bytes'] / 2**30:.2f} GiB"
 

@@ -1,4 +1,4 @@
-"""What sampling of numerics costs a training: below 1 % of a step?
+"""Costs of sampling numerics in a training: below 1 % of a step?
 
     python -m benchmarks.numerics_cost --ranks 1 --out runs/numerics_cost.json                  # a GPU
     python -m benchmarks.numerics_cost --ranks 2 --gbit 0                                       # two nodes; as root

@@ -94,7 +94,7 @@ def measure(run: str, args, device: torch.device) -> dict:
 
 
 def wire(engine) -> dict:
-    """What the ledger has counted of a step, and what this rank keeps."""
+    """Return what the ledger has counted of a step, and what this rank keeps."""
     import zeropp_fp8
 
     report = zeropp_fp8.wire_report(engine, total=True)

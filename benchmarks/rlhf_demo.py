@@ -1,4 +1,4 @@
-"""What the demo of RLHF comes to: twice the same, with other instructions of the CPU, and by the reward model alone.
+"""The demo of RLHF: twice the same, with other instructions of the CPU, and by the reward model alone.
 
     python -m benchmarks.rlhf_demo --out cpu-2-gloo.json
 

@@ -1,4 +1,4 @@
-"""What PPO and GRPO reach with quantized models, beside bf16: SFT -> reward model -> PPO, and SFT -> GRPO, some seeds.
+"""PPO and GRPO with quantized models, beside bf16: SFT -> reward model -> PPO, and SFT -> GRPO, some seeds.
 
     python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json
     python -m benchmarks.rlhf_quality --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)

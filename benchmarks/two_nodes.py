@@ -190,7 +190,7 @@ def _ledger_bytes(engine) -> float:
 
 
 def _bytes_and_floor(engine, row: dict, rate) -> dict:
-    """What depends on the link: with the plugin on a shaped one, the time that its bytes alone take."""
+    """Return what depends on the link: with the plugin on a shaped one, the time that its bytes alone take."""
     more = {}
     if rate == ONE_NODE:
         more = {"tx_bytes_per_node_step": None, "ledger_bytes_per_node_step": None}

@@ -48,7 +48,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Way:
-    """What matrices rest in where they have arrived, and what their differences travel in; None: all of them travel."""
+    """The formats in which matrices rest where they arrive, and in which differences travel; None: all travel."""
 
     rests: tuple[str, dict]
     difference: tuple[str, dict] | None = None

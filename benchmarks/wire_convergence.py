@@ -80,7 +80,7 @@ def of_case(args: argparse.Namespace, case: str) -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace, case: str) -> dict:
-    """Those of a case, as its files hold them."""
+    """Return the settings of a case, as its files hold them."""
     chosen = {name: getattr(of_case(args, case), name) for name in SETTINGS}
     chosen |= {"case": case, "size": args.size, "model": vars(SIZES[args.size]), "nodes": NODES}
     return chosen | ({"from": settings(args, PRETRAIN)} if case == SFT else {})
@@ -174,7 +174,7 @@ def evaluated(held_out: Sequences, args: argparse.Namespace) -> int:
 
 
 def described(case: str, args: argparse.Namespace, data: tuple[Sequences, Sequences]) -> dict:
-    """What the text is, for a result."""
+    """Return what the text is, for a result."""
     training, held_out = data
     return {
         "sources": [Path(source).name for source in (args.data if case == PRETRAIN else args.sft_data)],

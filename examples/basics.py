@@ -1,4 +1,4 @@
-"""What every training script here needs: joining the other ranks, seeds, optimizer, logs, and an orderly end."""
+"""Common parts of all training scripts: joining the other ranks, seeds, optimizer, logs, and an orderly end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def adamw(
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
-    """What the learning rate of optimizer step `step` (from 0) is multiplied by."""
+    """Return what the learning rate of optimizer step `step` (from 0) is multiplied by."""
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "constant":
@@ -111,7 +111,7 @@ def bytes_sent(engine, total: bool = False) -> dict[str, float] | None:
 
 @contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """What one rank raises in this block is raised on all ranks, so that none waits for it forever.
+    """Raise on all ranks what one rank raises in this block, so that none waits for it forever.
 
     The block must be one in which ranks do not talk to each other. All ranks must enter it.
 

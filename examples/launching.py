@@ -76,7 +76,7 @@ def launch(name: str, script: Path, arguments: Sequence[object], accelerator: st
 
 
 def hardware(accelerator: str) -> dict:
-    """What the runs ran on."""
+    """Return what the runs ran on."""
     import torch
 
     found = {"platform": platform.platform(), "cores": os.cpu_count(), "processor": platform.processor()}

@@ -1,4 +1,4 @@
-"""What an option may be, for every command line here: types for argparse, and refusals of one line with status 2.
+"""Options of every command line here: types for argparse, and refusals of one line with status 2.
 
 parser = Parser(description=__doc__)
 parser.add_argument("--steps", type=whole(1))
@@ -127,7 +127,7 @@ def refuse(why: object) -> NoReturn:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What options and files raise in this block is refused: nothing has been done yet that could be lost."""
+    """Refuse what options and files raise in this block: nothing has been done yet that could be lost."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""What tests of the `zeropp_fp8` section share: ds_configs, what they resolve to, and every default."""
+"""Common parts of the tests of the `zeropp_fp8` section: ds_configs, their resolved forms, and every default."""
 
 from __future__ import annotations
 

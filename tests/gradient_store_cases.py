@@ -29,7 +29,7 @@ def names(params):
 
 
 def fake_session(device=CPU, world=1, nodes=1, **gradients):
-    """What GradientScales needs of a session; its ledger only counts."""
+    """Make a session with the parts that GradientScales needs; its ledger only counts."""
     fields = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor", **gradients}
     config = resolve({"zero_optimization": {"stage": 3}, "zeropp_fp8": {"gradients": fields}})
     sent = []

@@ -67,7 +67,7 @@ def run(layer, x, grad, x_requires_grad=True):
 
 
 def float64_results(layer, x, grad):
-    """What `run` gives, by the formulas in float64."""
+    """Return what `run` gives, by the formulas in float64."""
     weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
     x, grad = x.double(), grad.double()
     x_2d, grad_2d = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])

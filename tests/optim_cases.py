@@ -1,4 +1,4 @@
-"""What tests of the optimizer share: formats and AdamW written out in numpy and float64, and kernel against torch."""
+"""Common parts of the optimizer's tests: formats and AdamW written out in numpy and float64, kernel against torch."""
 
 from __future__ import annotations
 

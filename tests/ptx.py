@@ -1,6 +1,6 @@
 """A few PTX instructions in numpy, from their description in the PTX ISA: inline assembly runs without a GPU.
 
-Registers are uint32 arrays, a number a thread.
+Registers are uint32 arrays, a number per thread.
 """
 
 from __future__ import annotations

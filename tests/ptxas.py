@@ -1,4 +1,4 @@
-"""What NVIDIA's assembler says of Triton's code: registers and spills are its doing, and it needs no GPU."""
+"""NVIDIA's assembler on Triton's code: registers and spills are its doing, and it needs no GPU."""
 
 import os
 import re

@@ -122,7 +122,7 @@ class Case:
 
     @property
     def traits(self) -> set[tuple]:
-        """What is drawn beside the recipe, without places."""
+        """Return what is drawn beside the recipe, without places."""
         named = ("world", "ranks_per_node", "dtype", "optimizer", "groups", "tied", "zero_init", "reference")
         traits = {(name, getattr(self, name)) for name in (*named, "ranks_differ")}
         traits |= {(name, bool(getattr(self, name))) for name in ("clipping", "frozen", "skips")}
@@ -189,7 +189,7 @@ def weight_error(case: Case) -> float:
 
 
 def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0.0) -> Tolerance:
-    """What the roundings of a recipe may add up to in these models.
+    """Return what the roundings of a recipe may add up to in these models.
 
     What errors of weights do depends on the model: 4-bit ones change a loss by 0.2 % to 35 %, a gradient by 7 % to
     130 %. So it is measured: `rounded_loss` and `rounded_gradient` are the root mean square of ROUNDED draws of noise

@@ -275,7 +275,7 @@ class RandomModel(nn.Module):
         return loss
 
     def stage(self, index: int) -> nn.Module:
-        """What stage `index` owns; the empty module where it owns nothing."""
+        """Return what stage `index` owns; the empty module where it owns nothing."""
         return self.stages[str(index)] if str(index) in self.stages else nn.Identity()
 
 

@@ -1,4 +1,4 @@
-"""What the server imports that ranks are forked from, so that no rank has to."""
+"""Imports of the server that ranks are forked from, so that no rank has to import."""
 
 import contextlib
 import functools

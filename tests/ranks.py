@@ -206,6 +206,6 @@ def attempt(call):
 
 
 def printed(rank=0):
-    """What this rank has printed so far; for use inside a function that runs on ranks."""
+    """Return what this rank has printed so far; for use inside a function that runs on ranks."""
     sys.stdout.flush()
     return Path(os.readlink("/proc/self/fd/1")).read_text()

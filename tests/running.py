@@ -38,7 +38,7 @@ def allow_fp16_on_cpu():
 
 
 def freezing(*parts):
-    """What makes parameters not train whose names have one of these parts; of a Spec, `adapted`."""
+    """Make parameters not train whose names have one of these parts; of a Spec, `adapted`."""
 
     def frozen(model):
         for name, param in model.named_parameters():
@@ -132,7 +132,7 @@ class Spec:
 
 @dataclass
 class Trace:
-    """What a run leaves.
+    """All that a run leaves.
 
     Attributes:
         losses: of each forward and each evaluation.
@@ -226,7 +226,7 @@ def on_engine(function: Callable, *args, **kwargs) -> Event:
 
 
 def see(function: Callable, *args, **kwargs) -> Event:
-    """What `function(engine, ...)` returns."""
+    """Keep what `function(engine, ...)` returns."""
     return lambda running: running.trace.seen.append(function(running.engine, *args, **kwargs))
 
 

@@ -195,7 +195,7 @@ class Command:
 
 
 class Bare:
-    """What a `client_state` may hold."""
+    """Something that a `client_state` may hold."""
 
 
 def add_to_states(folder, rank, value, in_zip=True):

@@ -1,4 +1,4 @@
-"""What a command is to write when it is done is looked at before it begins, in the same words by all commands."""
+"""A path to write to is looked at before a command begins, in the same words by all commands."""
 
 import json
 import math
@@ -29,7 +29,7 @@ LAUNCH_LINE = {"reference": ["--", "no-such-command"]}
 
 
 def refusal(name, words, path, capsys):
-    """What is said of a path, as the only thing."""
+    """Return what is said of a path, as the only thing."""
     with pytest.raises(SystemExit) as ended:
         command([*words, str(path), *LAUNCH_LINE.get(name, [])])
     said = capsys.readouterr()

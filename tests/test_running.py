@@ -151,7 +151,7 @@ class Engines:
 
 
 def test_a_run_that_resumes():
-    """What is after the checkpoint happens to both engines, on the same micro-batches."""
+    """The events after the checkpoint happen to both engines, on the same micro-batches."""
     spec, data = Engines(), [(2,), (4,), (8,)]
     until, *both = resumed(spec, [step], [step, forward], again=spec, data=data, folder="f", tag="t")
     assert until.losses == [2.0] and [trace.losses for trace in both] == [[4.0, 8.0]] * 2

@@ -36,7 +36,7 @@ def _server(interpret: bool) -> subprocess.Popen:
 
 
 def run(script: str, interpret: bool, processes: int = 1) -> str:
-    """What a script prints in a new process; an error there is an error of the test.
+    """Return what a script prints in a new process; an error there is an error of the test.
 
     In several processes at once, the cases over which the script goes with `for case in mine(cases)`, and what it does
     under `if turn():`, are shared among them; what they print comes one after the other.
@@ -62,7 +62,7 @@ def run(script: str, interpret: bool, processes: int = 1) -> str:
 
 
 def run_python(*arguments: str) -> str:
-    """What `python arguments` prints, where Triton compiles; an error there is an error of the test."""
+    """Return what `python arguments` prints, where Triton compiles; an error there is an error of the test."""
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=_environment(False), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr

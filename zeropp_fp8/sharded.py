@@ -24,7 +24,7 @@ class Remembered:
     """The plugin's notes on one parameter.
 
     Attributes:
-        wire: how the engine that it is attached to gathers it (zero/gather/adopted.py).
+        wire: how the engine that it is attached to gathers it (zero/gather/attached.py).
         lossy: its values came through a quantized format.
         stored: its codes, if it is stored as codes (zero/frozen/store.py).
         operand: its gathered codes, for a product (compute/operand.py); meanwhile its values are NaN.

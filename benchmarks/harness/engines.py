@@ -142,5 +142,5 @@ def made(run: str, args, size: Size, device: torch.device, lean: bool = False) -
 
 
 def base_of(by_run: dict[str, dict]) -> dict | None:
-    """What others are compared with, of what there is by run."""
+    """Return what others are compared with, of what there is by run."""
     return next((by_run[run] for run in (BASE, *reversed(STOCK)) if run in by_run), None)

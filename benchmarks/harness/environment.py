@@ -1,4 +1,4 @@
-"""What a benchmark runs on: the record of hardware, versions and command, and how a rank makes itself ready."""
+"""A benchmark's surroundings: the record of hardware, versions and command, and how a rank makes itself ready."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _nccl() -> list[str]:
-    """What NCCL was told, as one writes it before a command; but for what `nodes.launch` always sets."""
+    """Return what NCCL was told, as one writes it before a command; but for what `nodes.launch` always sets."""
     told = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     told.pop("NCCL_NVLS_ENABLE", None)
     return [f"{name}={value}" for name, value in sorted(told.items())]

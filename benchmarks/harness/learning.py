@@ -34,7 +34,7 @@ def sequences_of(documents: list[bytes], length: int, device: torch.device) -> t
 
 
 def rate_factor(step: int, warmup: int, steps: int, least: float = LEAST_RATE) -> float:
-    """What the learning rate of step `step` (from 0) is multiplied by: up to 1, then along a cosine to `least`."""
+    """Return the factor of the learning rate of step `step` (from 0): up to 1, then along a cosine to `least`."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

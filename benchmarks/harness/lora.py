@@ -136,7 +136,7 @@ def adamw(model: nn.Module, device: torch.device, **options) -> torch.optim.Opti
 
 
 class Training:
-    """What is known of a fine-tuning while it is made.
+    """Numbers of a fine-tuning while it is made.
 
     Attributes:
         parameters, frozen_parameters: of the base model; of the linear layers of its blocks.
@@ -292,7 +292,7 @@ def made(run: str, args, size: Size, device: torch.device, lean: bool = False) -
 
 
 def bytes_of(trainer: LoraRun | BnbRun) -> dict[str, int | None]:
-    """What a rank had and has, the most over the ranks."""
+    """Return what a rank had and has, the most over the ranks."""
     mine = {
         "frozen_bytes": trainer.frozen_bytes,
         "model_bytes": trainer.model_bytes,

@@ -1,4 +1,4 @@
-"""What is measured: bytes of living tensors, the time of steps and of pieces of work, whether memory was out."""
+"""Measurements: bytes of living tensors, the time of steps and of pieces of work, whether memory was out."""
 
 from __future__ import annotations
 

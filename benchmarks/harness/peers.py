@@ -10,7 +10,7 @@ None) and close().
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
-                             reduced over once a step
+                             reduced over once per step
     fsdp2-torchao            fully_shard of torchao's float8 training: a scale per tensor, weights gathered in FP8
     fsdp2-compiled, ...      the same, decoder layers compiled
 """

@@ -64,7 +64,7 @@ class FourModels:
         return sum(p.ds_numel for model in models for p in model.parameters() if p.requires_grad)
 
     def experience(self, rollout: Tokens) -> Experience:
-        """What the four make of a rollout, scored by the reward model."""
+        """Return what the four make of a rollout, scored by the reward model."""
         scores = in_parts(lambda part: scores_of(self.reward, part), rollout, len(rollout))
         coefficient = self.arguments.kl_coefficient
         roles = self.actor, self.reference, self.critic

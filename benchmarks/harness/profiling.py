@@ -37,7 +37,7 @@ COMMUNICATION = tuple(kind for kind, parts in KINDS if parts[0].startswith("nccl
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for, by its name."""
+    """Return what a kernel is for, by its name."""
     name = kernel.lower()
     return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "elementwise and other")
 

@@ -23,7 +23,7 @@ from benchmarks.harness.sizes import SIZES
 
 @dataclass(frozen=True)
 class Question:
-    """What a benchmark asks.
+    """A question that a benchmark asks.
 
     Attributes:
         name: its module in benchmarks/, and the folder of its results.

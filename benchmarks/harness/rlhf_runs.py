@@ -49,7 +49,7 @@ def made(name: str, args, device: torch.device):
 
 
 def add_rollouts(parser: argparse.ArgumentParser) -> None:
-    """What is rolled out, and --leaf."""
+    """Return what is rolled out, and --leaf."""
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--batch", type=whole(1), default=8 if on_gpu else 2, help="sequences of a rank")
     parser.add_argument("--prompt", type=whole(1), default=256 if on_gpu else 16, help="tokens (default %(default)s)")

@@ -1,4 +1,4 @@
-"""What several seeds say of a loss: means with their interval, and differences from a reference, by seed too."""
+"""Losses of several seeds: means with their interval, and differences from a reference, by seed too."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ def cell(value: float | None, digits: int = 1, unit: float = 1.0, width: int = 0
 
 
 def verdict(line: dict) -> str:
-    """What became of the targets of a line, whose keys end with "met"."""
+    """Return what became of the targets of a line, whose keys end with "met"."""
     verdicts = [value for key, value in line.items() if key.endswith("met")]
     return "" if not verdicts else "met" if all(verdicts) else "MISSED"
 
 
 def link_of(settings: dict) -> str:
-    """What is between the ranks."""
+    """Return what is between the ranks."""
     gbit = settings["gbit"]
     if gbit is None:
         return "one node" if settings["nodes"] == 1 else f"{settings['nodes']} nodes on the links of one"

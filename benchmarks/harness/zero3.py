@@ -47,7 +47,7 @@ def ds_config(section: dict | None, micro_batch: int, *, small: bool, lean: bool
 
 
 def in_tree_zero(ranks_per_node: int) -> dict[str, Any]:
-    """What turns on DeepSpeed's own ZeRO++ in "zero_optimization"."""
+    """Return what turns on DeepSpeed's own ZeRO++ in "zero_optimization"."""
     return {
         "zero_quantized_weights": True,
         "zero_hpz_partition_size": ranks_per_node,

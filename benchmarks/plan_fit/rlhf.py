@@ -119,7 +119,7 @@ def iteration(method: Method, job: Job, hardware: Hardware, response: int = 0) -
 
 
 def _together(trained: Sequence[MemoryEstimate], others: Sequence[MemoryEstimate]) -> MemoryEstimate:
-    """What models hold adds up; what passes and updates take, they take in turn."""
+    """Add up what models hold, and take in turn what passes and updates take."""
     held = {name: sum(getattr(one, name) for one in (*trained, *others)) for name in HELD}
     in_turn = ("gathered", "activations", "update", "late_gradients")
     return MemoryEstimate(**held, **{name: max(getattr(one, name) for one in trained) for name in in_turn})

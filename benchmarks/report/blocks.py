@@ -16,7 +16,7 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class Block:
-    """What stands in a block.
+    """The content of a block.
 
     Attributes:
         make: of the results, in order, Markdown.

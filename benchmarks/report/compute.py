@@ -36,7 +36,7 @@ def fp8_linear(result: dict) -> str:
 
 
 def fp8_linear_says(result: dict, casts: dict) -> str:
-    """What the GEMMs alone reach, and what casts move."""
+    """Return what the GEMMs alone reach, and what casts move."""
     found = of_shape(result)
     gemms = {run: parts(found["bf16"], "GEMM") / parts(found[run], "GEMM") for run in SCALINGS}
     (block, *others) = sorted(gemms.values())
@@ -73,7 +73,7 @@ def compared(result: dict) -> dict[str, dict]:
 
 
 def convergence_says(result: dict) -> str:
-    """What was trained, on how much, and how far seeds differ by themselves."""
+    """Return what was trained, on how much, and how far seeds differ by themselves."""
     row, spread = result["rows"][0], compared(result)["bf16"]["seed_spread_percent"]
     return paragraph(
         f"""Loss of an {row["parameters"] / 1e6:.0f} M Llama after {row["tokens"] / 1e6:.0f} million bytes of Python
@@ -111,7 +111,7 @@ PARTS = ("weights", "weights_activations", "error_diffusion")
 
 
 def direct_cast_says(result: dict) -> str:
-    """What was cast, and how sure the differences are."""
+    """Return what was cast, and how sure the differences are."""
 
     def error(in_4_bits: bool) -> float:
         rows = [row for row in result["rows"] if (row["bits"] < 5) == in_4_bits]

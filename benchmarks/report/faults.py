@@ -62,7 +62,7 @@ def seconds(result: dict) -> str:
 
 
 def others_did(gloo: dict, nccl: dict) -> str:
-    """What the other rank did, on a CPU and on GPUs."""
+    """Return what the other rank did, on a CPU and on GPUs."""
     ended = [row for row in gloo["rows"] if row["fault"] != "nan"]
     stopped = [row["seconds"] for row in ended if row["fault"] == "stop"]
     gone = [row["seconds"] for row in ended if row["fault"] != "stop"]
@@ -79,7 +79,7 @@ def others_did(gloo: dict, nccl: dict) -> str:
 
 
 def soak_says(soak: dict) -> str:
-    """What thousands of steps leave behind."""
+    """Return what thousands of steps leave behind."""
     ranks = [rank for each in soak["recipes"].values() for rank in each]
     assert not any(rank["grown"][what] for rank in ranks for what in ("descriptors", "threads", "tensor_bytes"))
     (looks,), most = {len(rank["notes"]) for rank in ranks}, max(rank["grown"]["rss"] for rank in ranks) / (1 << 20)
@@ -99,7 +99,7 @@ def steps_of(soak: dict) -> tuple[str, str]:
 
 
 def grew(soak: dict) -> str:
-    """What grew by more than is allowed, of any recipe on any rank."""
+    """Return what grew by more than is allowed, of any recipe on any rank."""
     too_much = {what for ranks in soak["recipes"].values() for rank in ranks for what in rank["too_much"]}
     return ", ".join(sorted(too_much)) + " grew" if too_much else "nothing grew"
 
@@ -161,7 +161,7 @@ def dump_of_60_s(result: dict) -> str:
 
 
 def overloaded(result: dict, again: dict) -> str:
-    """What more processes than the GPUs bear do to a time limit; all these cases were well with fewer."""
+    """Return what more processes than the GPUs bear do to a time limit; all these cases were well with fewer."""
     at_once = sum(int(re.search(r"--side-by-side (\d+)", command)[1]) for command in result["commands"])
     failed = {(row["recipe"], row["fault"], row["place"]): row["wrong"] for row in result["rows"] if not row["well"]}
     starts = sum(wrong.startswith("next start") for wrong in failed.values())

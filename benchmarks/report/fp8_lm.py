@@ -20,7 +20,7 @@ LABELS = {
 
 
 def lines_of(*results: dict) -> dict[str, dict]:
-    """What was compared, by run; the first result that has a run counts."""
+    """Return what was compared, by run; the first result that has a run counts."""
     found: dict[str, dict] = {}
     for result in results:
         for line in result["comparison"]:
@@ -41,7 +41,7 @@ def step(*results: dict) -> str:
 
 
 def step_says(*results: dict) -> str:
-    """What bounds a step, and what the next table is."""
+    """Return what bounds a step, and what the next table is."""
     floor = {run: f"{line['floor_ms']:.0f}" for run, line in lines_of(*results).items() if line["floor_ms"]}
     assert floor["lossless"] == floor["fp8-compute"] and floor["fp8-lm-o1"] == floor["fp8-lm-o2"]
     return paragraph(
@@ -112,7 +112,7 @@ def limits_say(batch: dict, context: dict) -> str:
 
 
 def convergence_of(result: dict) -> str:
-    """What the table of losses is."""
+    """Return what the table of losses is."""
     line = lines_of(result)["bf16"]
     return paragraph(
         f"""Held-out loss of the {result["rows"][0]["parameters"] / 1e6:.0f} M Llama after

@@ -50,7 +50,7 @@ def _kernels(result: dict, run: str) -> str:
 
 
 def generation_says(nodes: dict, alone: dict) -> str:
-    """What else there is to the times; of entering and leaving, every round."""
+    """Return what else there is to the times; of entering and leaving, every round."""
     ours = [row for result in (nodes, alone) for row in result["rows"] if row["run"] in OF_THE_PLUGIN]
 
     def span(key: str) -> str:

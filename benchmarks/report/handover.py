@@ -45,7 +45,7 @@ def handover_nccl(result: dict) -> str:
 
 
 def stand_in_says(result: dict) -> str:
-    """What a process that stands in for an engine got over NCCL."""
+    """Return what a process that stands in for an engine got over NCCL."""
     rows = {row["run"]: row for row in result["rows"]}
     assert all(row["equal"] for row in rows.values())
     merged, mb = rows["merged"], {way: f"{row['after a step'] / 1e6:.1f}" for way, row in rows.items()}

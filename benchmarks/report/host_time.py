@@ -1,4 +1,4 @@
-"""What bounds a step on GPUs with a fast link: the host's calls, what planning saved, what CUDA graphs would."""
+"""The bound of a step on GPUs with a fast link: the host's calls, what planning saved, what CUDA graphs would."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def calls_say(before: dict, after: dict) -> str:
 
 
 def graphs_say(small: dict, large: dict, profile: dict) -> str:
-    """What CUDA graphs of fetches and of the update save: the host's time, and for which memory."""
+    """Return what CUDA graphs of fetches and of the update save: the host's time, and for which memory."""
     lines = [{line["run"]: line for line in result["comparison"]} for result in (small, large)]
     of_small, of_large = lines
     fetches = [2 * result["settings"]["model"]["layers"] for result in (small, large)]
@@ -77,7 +77,7 @@ KEPT = tuple(
 
 
 def kept(*results: dict) -> str:
-    """What a step, or a token, takes with a part of the package and without it; two rounds each."""
+    """Return what a step, or a token, takes with a part of the package and without it; two rounds each."""
     found = dict(zip(KEPT, results))
 
     def ms(of: str, version: str, run: str) -> str:

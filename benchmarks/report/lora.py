@@ -38,7 +38,7 @@ def lora_step(result: dict) -> str:
 
 
 def lora_step_says(result: dict) -> str:
-    """What the store is for, if not for bytes between nodes."""
+    """Return what the store is for, if not for bytes between nodes."""
     rest = {run: f"{row['rest_bytes'] / GIB:.1f} GiB" for run, row in by_run(result).items()}
     return paragraph(
         f"""Copies of frozen weights stay valid from step to step, so that only gradients and adapters travel; in that,
@@ -111,7 +111,7 @@ def lora_limits_says(small: dict, whole: dict) -> str:
 
 
 def lora_quality_of(result: dict) -> str:
-    """What was trained for the table of losses."""
+    """Return what was trained for the table of losses."""
     runs = result["comparison"]
     spread = {f"{run['seed_spread_percent']:.1f} %" for run in runs}
     (parameters,), (seeds,) = {row["parameters"] for row in result["rows"]}, {len(run["seeds"]) for run in runs}
@@ -144,7 +144,7 @@ def products(result: dict) -> dict[str, dict]:
 
 
 def decode_of(decoding: dict, product: dict) -> str:
-    """What was measured for the table of decoding."""
+    """Return what was measured for the table of decoding."""
     (parameters,) = {row["parameters"] for row in decoding["rows"]}
     return paragraph(
         f"""Decoding the {parameters / 1e6:.0f} M weights of a block to bf16 on one H200, as a share of what a copy

@@ -1,4 +1,4 @@
-"""What sampling of numerics costs."""
+"""Costs of sampling numerics."""
 
 from __future__ import annotations
 

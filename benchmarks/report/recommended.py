@@ -1,4 +1,4 @@
-"""What the plan recommends, in situations that the documentation speaks of; nothing is measured for it."""
+"""Recommendations of the plan, in situations that the documentation speaks of; nothing is measured for it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def rlhf_gives(*results: dict) -> str:
 
 
 def rlhf_memory(result: dict) -> str:
-    """What four models take on one GPU; states of all weights are some hundred times those of LoRA."""
+    """Return what four models take on one GPU; states of all weights are some hundred times those of LoRA."""
     labels = {
         "stock-four": ("stock, LoRA, four models in bf16", 2),
         "qlora": ("`qlora`", 2),
@@ -173,7 +173,7 @@ def _gained(row: dict) -> tuple[str, str]:
 
 
 def rlhf_demo(result: dict) -> str:
-    """What the demo comes to, here and with another CPU's instructions; and by the reward model alone."""
+    """Return what the demo comes to, here and with another CPU's instructions; and by the reward model alone."""
     found = {row["run"]: row for row in result["rows"]}
     demo, other, alone = (_gained(found[run]) for run in ("demo", "AVX2", "reward model alone"))
     keys = ("sft", "ppo", "curves")

@@ -76,12 +76,12 @@ BETWEEN_H100 = {
 
 
 def told_nccl(result: dict, name: str) -> int:
-    """What a variable was set to before the command."""
+    """Return what a variable was set to before the command."""
     return int(re.search(rf"\b{name}=(\d+)", result["command"])[1])
 
 
 def sockets(result: dict) -> int:
-    """Those of a channel."""
+    """Return the sockets of a channel."""
     return told_nccl(result, "NCCL_SOCKET_NTHREADS") * told_nccl(result, "NCCL_NSOCKS_PERTHREAD")
 
 
@@ -112,7 +112,7 @@ def two_h100(default: dict, compiled: dict, more: dict, more_compiled: dict) -> 
 
 
 def two_h100_say(default: dict, compiled: dict, more: dict, profile: dict) -> str:
-    """What bounds an exchange over sockets, and how recipes compare where it is bounded less."""
+    """Return what bounds an exchange over sockets, and how recipes compare where it is bounded less."""
     one, again, many = ({row["run"]: row for row in result["rows"]} for result in (default, compiled, more))
     (step,) = profile["rows"]
     by_kind, sent = step["device"]["by_kind_ms"], one[step["run"]]["tx_bytes_per_node_step"]
@@ -268,7 +268,7 @@ def without_nvlink(result: dict) -> str:
 
 
 def without_nvlink_says(result: dict) -> str:
-    """What bounds it there."""
+    """Return what bounds it there."""
     rows = {row["run"]: row for row in result["rows"]}
     links = [row["reached_gbit"] for row in rows.values()]
     return paragraph(

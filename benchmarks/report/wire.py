@@ -78,7 +78,7 @@ TWO_BITS = "zeropp-2bit"
 
 
 def two_bits(*results: dict) -> str:
-    """What differences in two bits cost, in each group of pretraining with three runs or more; and all seeds of it."""
+    """Return the cost of two-bit differences, in each group of pretraining with three runs or more; and all seeds."""
     rows = []
     for group in groups_of([result for result in results if result["settings"]["case"] == "pretrain"]):
         row, chosen = group["rows"][0], group["settings"]
@@ -133,7 +133,7 @@ def decibels(rows: list[dict], point: int, of: str = "db") -> float | None:
 
 
 def weight_fidelity(result: dict) -> str:
-    """What each format gives a forward, and takes."""
+    """Return what each format gives a forward, and takes."""
     chosen, found, row = result["settings"], by_run(result), result["rows"][0]
     hardware = result["hardware"].get("gpu") or result["hardware"]["cpu"]
     head = f"""{row["parameters"] / 1e6:.1f} M parameters, {row["tokens"] / 1e6:.1f} M tokens of the Python standard

@@ -34,7 +34,7 @@ def demo(result: dict) -> str:
 
 
 def demo_output(result: dict) -> str:
-    """What `examples/pretrain/demo.py` prints of these runs."""
+    """Return what `examples/pretrain/demo.py` prints of these runs."""
     stock = result["runs"]["stock"]
     lines = [
         f"{'':<13}{'loss':>7}{'loss':>8}{'held-out':>10}{'step':>9}{'between nodes':>17}{'':>9}{'within nodes':>16}"
@@ -82,7 +82,7 @@ def step_time(*results: dict) -> str:
 
 
 def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
-    """What bounds the runs over NVLink."""
+    """Return what bounds the runs over NVLink."""
     ms = {row["run"]: f"{row['step_ms']:.0f}" for row in larger["rows"]}
     busy = {row["run"]: row["device"]["compute_stream_busy_ms"] for row in profile["rows"]}
     return paragraph(
@@ -318,7 +318,7 @@ def added_in_node(result: dict) -> str:
 
 
 def kernels_on_cpu_say(result: dict) -> str:
-    """What the torch code takes where there is no GPU."""
+    """Return what the torch code takes where there is no GPU."""
     us = {(row["operation"], row["format"]): row["us"] for row in result["rows"]}
     times = {name: us[name, "int8 block 256"] / us["copy", "bf16"] for name in ("quantize", "dequantize")}
     return paragraph(

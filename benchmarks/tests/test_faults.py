@@ -75,7 +75,7 @@ def test_judging_the_next_start(tmp_path):
 
 
 def test_soak(tmp_path):
-    """What a short run notes; so soon, how much memory it takes says nothing."""
+    """A short run notes these; so soon, how much memory it takes says nothing."""
     status, printed, result = called(soak, tmp_path / "soak.json", "--recipes lossless --steps 8 --every 2")
     ranks = result["recipes"]["lossless"]
     assert [[note["step"] for note in rank["notes"]] for rank in ranks] == [[2, 4, 6, 8]] * 2

@@ -105,7 +105,7 @@ def test_tables():
 
 
 def in_file(file, number, path="rows"):
-    """What a function makes of a result's rows, or of another part."""
+    """Return what a function makes of a result's rows, or of another part."""
     return number(json.loads((results.RESULTS / f"{file}.json").read_text())[path])
 
 
@@ -215,7 +215,7 @@ def test_figures_are_those_of_the_files(place):
 
 
 def test_pictures(tmp_path, monkeypatch):
-    """Those that are kept, of the kept results; one's own; what cannot be drawn."""
+    """The kept pictures, of the kept results; one's own; and results that cannot be drawn."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     for name, (_, files) in pictures.KEPT.items():

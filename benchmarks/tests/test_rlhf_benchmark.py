@@ -20,7 +20,7 @@ LINEAR = 3 * (256 * 256 + 2 * 256 * 128 + 256 * 256 + 3 * 256 * 768)
 EMBEDDING, NORMS, HEAD = 512 * 256, 7 * 256, 256
 ACTOR, CRITIC = LINEAR + NORMS + 2 * EMBEDDING, LINEAR + NORMS + EMBEDDING + HEAD
 ADAPTER = 3 * 16 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 768))
-# Bytes a parameter, scales included: QLoRA (arXiv 2305.14314), section 3; 8 bits with a scale per tensor.
+# Bytes per parameter, scales included: QLoRA (arXiv 2305.14314), section 3; 8 bits with a scale per tensor.
 NF4, FP8 = 0.5 + 0.127 / 8, 1
 # Bytes of both ranks. PEFT keeps a head for each adapter, and the one that was there.
 WEIGHTS = {
@@ -34,7 +34,7 @@ TRAINED = {"stock-four": LORA, "qlora": LORA, "stock-full": FULL, "fp8-lm": FULL
 
 
 def rows_of(run):
-    """What each of two ranks, a node each, measures."""
+    """Return what each of two ranks, a node each, measures."""
     args = {"size": "tiny-gqa", "batch": 2, "prompt": 7, "tokens": 9, "warmup": 1, "steps": 2, "ranks": 2, "leaf": True}
     args = argparse.Namespace(**args, gbit=None)
     env = {"NODE_INTERFACE": "lo"}

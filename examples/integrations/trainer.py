@@ -15,7 +15,7 @@ from transformers import (
 
 @dataclass
 class ScriptArguments:
-    """What is trained, and on what."""
+    """The model to train, and the data."""
 
     model_name_or_path: str
     dataset_name: str

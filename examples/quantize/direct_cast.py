@@ -61,7 +61,7 @@ class CastLayer:
 
 @dataclass
 class CastReport:
-    """What a cast did to a model; `str()` makes a table of it.
+    """A cast's effect on a model; `str()` makes a table of it.
 
     Attributes:
         number_format: the format, as its repr.

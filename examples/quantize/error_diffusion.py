@@ -208,7 +208,7 @@ class _Group:
 
 @dataclass
 class _InnerProducts:
-    """What calibration leaves of a group's inputs.
+    """Calibration's result for a group's inputs.
 
     Attributes:
         cross_gram: C, float64 [in_features, in_features].
@@ -264,7 +264,7 @@ def _groups_in_call_order(model: nn.Module, batch: Batch, layers: dict[str, nn.M
 
 
 def _input_of(args: tuple, kwargs: dict) -> Tensor:
-    """What a linear layer is called on; it takes one tensor, by place or by name."""
+    """Return what a linear layer is called on; it takes one tensor, by place or by name."""
     return args[0] if args else next(iter(kwargs.values()))
 
 

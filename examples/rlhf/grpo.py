@@ -47,7 +47,7 @@ SHOWN = ("reward", "zero_spread", "kl", "entropy", "clip_fraction", "policy_loss
 
 @dataclass
 class Experience(Tokens):
-    """What is learned from."""
+    """The numbers that GRPO learns from."""
 
     old_logprobs: Tensor  # fp32 [B, L-1]
     reference_logprobs: Tensor | None  # fp32 [B, L-1]
@@ -63,7 +63,7 @@ def make_experience(
     scores: Tensor,
     iteration: int,
 ) -> tuple[Experience, dict[str, Tensor]]:
-    """What is learned from a rollout, in which the responses to one prompt lie next to each other.
+    """Return what is learned from a rollout, in which the responses to one prompt lie next to each other.
 
     The experience is shuffled, so that a minibatch has responses to many prompts, and computed in the micro-batches of
     the first epoch. Before the first step each ratio is exactly 1 then, with FP8 too, whose scales depend on what is

@@ -67,7 +67,7 @@ SHOWN = ("reward", "kl", "entropy", "clip_fraction", "policy_loss", "value_loss"
 
 @dataclass
 class Experience(Tokens):
-    """What is learned from; fp32 [B, L-1] each."""
+    """The numbers that PPO learns from; fp32 [B, L-1] each."""
 
     old_logprobs: Tensor
     old_values: Tensor
@@ -85,7 +85,7 @@ def make_experience(
     scores: Tensor,
     kl_coefficient: float,
 ) -> tuple[Experience, Tensor]:
-    """What the four models make of a rollout.
+    """Return what the four models make of a rollout.
 
     Args:
         scores: fp32 [B], of whole responses.

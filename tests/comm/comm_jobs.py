@@ -57,12 +57,12 @@ def random(seed, *shape, dtype=torch.float32):
 
 
 def shard(rank, numel, dtype):
-    """What a rank contributes to an all-gather."""
+    """Return what a rank contributes to an all-gather."""
     return random(1000 * numel + rank, numel, dtype=DTYPES[dtype])
 
 
 def gradient(rank, shape, dtype):
-    """What a rank contributes to a reduce-scatter; ranks differ in magnitude and share a common part."""
+    """Return what a rank contributes to a reduce-scatter; ranks differ in magnitude and share a common part."""
     shape_of = SHAPES[shape]
     own, common = random(rank + 1, *shape_of), random(0, *shape_of)
     return ((rank + 1) * (own + common)).to(DTYPES[dtype])
@@ -191,7 +191,7 @@ def secondary_gathers(per_node, sub_groups):
 
 
 def bad_topologies(numbers):
-    """What make_topology says to each number of ranks a node."""
+    """Return what make_topology says to each number of ranks a node."""
     return {number: attempt(lambda number=number: make_topology(ranks_per_node=number)) for number in numbers}
 
 

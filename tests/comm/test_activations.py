@@ -60,7 +60,7 @@ def test_other_dtypes_do_not(dtype):
 
 
 def test_the_payload_against_codes_read_by_hand():
-    """One token of one rank: a bf16 scale, zeros up to 16 bytes, a code an element, zeros up to 16 bytes."""
+    """One token of one rank: a bf16 scale, zeros up to 16 bytes, a code per element, zeros up to 16 bytes."""
     values = torch.linspace(-3, 5, 75).view(1, 1, 1, 3, 25)
     for backward, name in ((False, "fp8_e4m3"), (True, "fp8_e5m2")):
         output = torch.empty_like(values)

@@ -320,7 +320,7 @@ def test_error_feedback_state_and_reset():
 
 
 def expected_bytes(nodes, per_node):
-    """{kind: {link: bytes a step of one rank}} of the traffic in comm_jobs._count, from the formulas.
+    """{kind: {link: bytes per step of one rank}} of the traffic in comm_jobs._count, from the formulas.
 
     Gather of a payload of b bytes: (nodes - 1) b between nodes, then (per_node - 1) times the nodes' payloads within.
     Reduce of slices: each other rank of the node gets one row per node, then each other node gets one row.

@@ -172,7 +172,7 @@ def test_a_row_is_each_formats_own_encoding(order, short):
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1]])
 @pytest.mark.parametrize("short", [0, 4])
 def test_a_row_decodes_to_each_formats_own_decoding(order, short):
-    """What no row holds stays as it was, and the padding of the last slice is dropped."""
+    """Rows leave what they do not hold as it was, and the padding of the last slice is dropped."""
     layout, tensors = mixed_layout(), mixed_tensors(3, short)
     payload = filled(layout, len(order))
     layout.encode(tensors, SliceOrder(order, CPU), payload)

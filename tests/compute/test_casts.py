@@ -131,7 +131,7 @@ def test_every_bf16_number(dtype):
 
 
 def test_values_that_do_not_fit_in_the_grid():
-    """What NaN, Inf, zero and tiny groups become, in numbers."""
+    """NaN, Inf, zero and tiny groups become these numbers."""
     matrix = torch.tensor([[448.0, torch.nan, -torch.inf, -0.0], [0, 0, 0, 0], [1e-42, -1e-42, 0, 0]])
     operand, operand_t = casts.cast_per_row(matrix, torch.float8_e4m3fn)
     assert operand.scale.flatten().tolist() == [1.0, 1.0, 2.0**-126]

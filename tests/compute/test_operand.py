@@ -1,4 +1,4 @@
-"""What linear layers quantize and how often, and weights that ZeRO-3 gathers, as values or as codes."""
+"""Linear layers: operands and how often each is made, and weights that ZeRO-3 gathers, as values or as codes."""
 
 import copy
 import math
@@ -205,7 +205,7 @@ def test_only_what_is_needed_is_quantized(compute_format, scaling, quantized):
 
 
 def gather_as_operand(layer, reference):
-    """What ZeRO-3 does to a weight that travels as codes: it has them as an attribute, and NaN as values."""
+    """Gather a weight that travels as codes as ZeRO-3 does: codes are an attribute, and values are NaN."""
     cast = {"per_channel": casts.cast_per_row, "block": casts.cast_tiles}.get(
         layer.precision.scaling.compute.scaling, casts.cast_per_tensor
     )
@@ -243,7 +243,7 @@ def test_gathered_codes_are_the_operand(compute_format, scaling, checkpointed):
 
 @pytest.mark.parametrize("scaling", ["current", "delayed", "per_channel", "block"])
 def test_gathered_codes_are_decoded_for_a_gemm_in_high_precision(scaling):
-    """What has arrived is multiplied as it is, by that GEMM alone; the codes stay the other one's operand."""
+    """That GEMM alone multiplies the decoded weight; the codes stay the operand of the other one."""
     x, grad = draw("normal", 24, 256), draw("normal", 24, 128, seed=1)
 
     def results(*high):

@@ -1,4 +1,4 @@
-"""What every number format promises, as checks of (format, dtype, device); payload_checks.py has those of kernels.
+"""Promises of every number format, as checks of (format, dtype, device); payload_checks.py has those of kernels.
 
 `ENTRIES` has each format of the registry as it is and with the options that matter: a new one is picked up by itself,
 and asks for its NumPy reference.

@@ -1,4 +1,4 @@
-"""What the kernels of formats compile to, for GPUs that need not be there: `COMPILED` has the cases by their ids.
+"""Compiled kernels of formats, for GPUs that need not be there: `COMPILED` has the cases by their ids.
 
 Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled. The 24 bytes of 32
 codes of 6 bits are accessed 4 bytes at a time, the 3 bytes of 8 codes of 3 bits singly. sm_80 has no instructions for

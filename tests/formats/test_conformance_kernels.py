@@ -31,7 +31,7 @@ for case in mine({cases}):
 
 
 def outcomes(request, test, module, table):
-    """What went wrong in each case that was asked for, by its id."""
+    """Return what went wrong in each case that was asked for, by its id."""
     items = [item for item in request.session.items if item.path == request.path]
     cases = [item.callspec.params["case"] for item in items if item.originalname == test]
     script = SCRIPT.format(module=module, table=table, cases=cases)

@@ -329,7 +329,7 @@ def test_counts_do_not_lose_what_many_programs_add():
 
 
 def test_gradient_store_of_sums():
-    """What has added up over micro-batches becomes the same codes and multipliers as on the CPU; so does its norm."""
+    """Sums over micro-batches become the same codes and multipliers as on the CPU; so does their norm."""
     from gradient_store_cases import filled_store
 
     stores = [filled_store(device) for device in (CPU, CUDA)]

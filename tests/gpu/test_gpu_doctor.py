@@ -23,7 +23,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def python(*words):
-    """What a Python on this repository prints."""
+    """Return what a Python on this repository prints."""
     env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,7 +40,7 @@ def diagnosed(path, *launcher):
 
 
 def check_ranks(text, found, ranks):
-    """What each of them says of its GPU; all have compared their kernels."""
+    """Each rank says what its GPU is; all have compared their kernels."""
     assert list(found["ranks"]) == [str(rank) for rank in range(ranks)]
     for rank, one in enumerate(found["ranks"].values()):
         device, properties = one["device"], torch.cuda.get_device_properties(rank)

@@ -56,7 +56,7 @@ def test_who_gets_the_memory_waits_for_the_last_use(device, elsewhere):
 
 
 def test_the_memory_serves_the_current_stream_again(device):
-    """What many gathers need is there once; a buffer of the lane's own stays reserved for the lane."""
+    """Memory that many gathers need is there once; a buffer of the lane's own stays reserved for the lane."""
     lane = Lane(device)
     before = torch.cuda.memory_reserved()
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is what the repository holds: commands, JSON, Python, paths, links and figures."""
+"""README.md and docs/ show what the repository holds: commands, JSON, Python, paths, links and figures."""
 
 import ast
 import importlib
@@ -49,7 +49,7 @@ def prose(text):
 
 
 def spans(text):
-    """What stands in `backticks`, on one line or across two."""
+    """Return what stands in `backticks`, on one line or across two."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
 
 
@@ -163,7 +163,7 @@ def test_every_json_is_one_that_works(block):
 
 
 def fragments(text):
-    """What stands in backticks as a part of a JSON object, `"key": value`, with a value that is written out."""
+    """Return what stands in backticks as a part of a JSON object, `"key": value`, with a value that is written out."""
     return [span for span in spans(text) if re.match(r'"\w+": ', span) and "..." not in span and ".." not in span]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import zeropp_fp8
+from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
@@ -84,8 +85,8 @@ def test_classes_and_functions():
     assert large == METHODS and long == FUNCTIONS
 
 
-# A relative clause, or an attribute of nothing, is no sentence. "A scale a tensor" is "a scale per tensor"; "bytes a
-# node sends" is a clause.
+# A relative clause, or an attribute of nothing, is no sentence. A unit follows "per", not "a"; but "bytes a node sends"
+# is a clause.
 NO_SENTENCE = re.compile(r"(What|Who|Those|Whose|Of)\b")
 MEASURE = r"(scale|bytes?|instructions?|numbers|bits|codes?|elements|amax|program|once|registers|number|multiplier)"
 UNIT = r"(tensor|parameter|element|block|segment|row|column|step|second|thread|code|number|tile|program)"
@@ -108,19 +109,28 @@ def test_plain_words(text, wrong):
     assert bool(NO_SENTENCE.match(text) or NOT_PER.search(text)) == wrong
 
 
+def not_plain(path, tree):
+    """Docstrings that begin with no sentence, and words for "per", in a file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    said = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    wrong = [f"{path.name}: {text}" for text in said if NO_SENTENCE.match(text)]
+    with path.open("rb") as file:
+        said += [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+    return wrong + [f"{path.name}: {found[0]}" for found in map(NOT_PER.search, said) if found]
+
+
 @pytest.mark.parametrize("folder", LINES)
 def test_docstrings_and_comments_are_plain(folder):
-    wrong = []
-    for path, tree in trees():
-        if folder_of(path) != folder:
-            continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        said = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-        wrong += [f"{path.name}: {text}" for text in said if NO_SENTENCE.match(text)]
-        with path.open("rb") as file:
-            said += [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
-        wrong += [f"{path.name}: {found[0]}" for found in map(NOT_PER.search, said) if found]
-    assert wrong == []
+    assert [text for path, tree in trees() if folder_of(path) == folder for text in not_plain(path, tree)] == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_those_outside_of_the_package_are_plain_too(folder):
+    """But for those that begin with "Of": of a test or a figure, it says where that holds."""
+    found = [
+        text for path in sorted((ROOT / folder).rglob("*.py")) for text in not_plain(path, ast.parse(path.read_text()))
+    ]
+    assert [text for text in found if not re.match(r"\S+: Of\b", text)] == []
 
 
 def test_what_a_weight_is_by_its_shape_is_asked_in_one_place():

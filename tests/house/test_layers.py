@@ -200,7 +200,7 @@ def imported_files(source, module, is_package):
 
 
 def circles(imports):
-    """What is left of {file: files} when all are gone that need nothing that is left, or that nothing left needs."""
+    """Return what is left of {file: files} without all that need nothing that is left, or that nothing left needs."""
     left = {file: set(needs) for file, needs in imports.items()}
     while True:
         needed = set().union(*left.values())

@@ -1,4 +1,4 @@
-"""What a launch looks a compiled kernel up by says all that Triton compiles for."""
+"""The key by which a launch looks up a compiled kernel says all that Triton compiles for."""
 
 import itertools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What became of numbers, by definition; and the command that shows a run's samples."""
+"""Ratios of numbers before and after, by definition; and the command that shows a run's samples."""
 
 import copy
 import json

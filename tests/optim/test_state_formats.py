@@ -60,7 +60,7 @@ def test_decodes_to_what_numpy_rounds_to(storage, sample):
 )
 @settings(max_examples=150)
 def test_any_numbers(values, storage, block):
-    """What numpy rounds to, NaN and Inf with what shares their scale; and what is decoded encodes to itself."""
+    """Numpy rounds alike, NaN and Inf with all that shares their scale; and decoded numbers encode to themselves."""
     options = {} if block is None else {"scales": "block", "block_size": block}
     array = np.array(values, dtype=np.float32)
     buffer = buffer_of(torch.from_numpy(array), storage, **options)

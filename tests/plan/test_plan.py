@@ -86,7 +86,7 @@ def test_published_volumes_at_many_nodes():
 
 @pytest.mark.parametrize("name", ["25gbit", "10_6_4gbit"])
 def test_bytes_against_the_ledger_and_the_interface(name):
-    """What the two-node benchmark counted, in the ledger and on the network interface."""
+    """The plan says what the two-node benchmark counted, in the ledger and on the network interface."""
     rows = json.loads((RESULTS / f"h200-4-{name}.json").read_text())["rows"]
     assert len(rows) > 5
     for row in rows:

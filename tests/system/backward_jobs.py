@@ -245,7 +245,7 @@ def _failing(grad: Tensor) -> None:
 
 
 class Odd:
-    """What a script may do between two steps. Each returns the losses, by number of the batch, that must be counted."""
+    """Things that a script may do between two steps. Each returns the losses to be counted, by number of the batch."""
 
     def __init__(self, engine) -> None:
         self.engine = engine
@@ -298,7 +298,7 @@ class Odd:
         return [(0, 1)]
 
     def failure_after_one(self):
-        """What came before the exception cannot be told from what it has brought."""
+        """A failure whose earlier parts cannot be told from what it has brought."""
         one, other = self.losses(0)
         one.backward(retain_graph=True)
         self.fail(other, retain=True)
@@ -398,7 +398,7 @@ def _relative(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
 
 
 def odd_ones(recipe: str, fields: dict | None = None, names=tuple(ODD)) -> dict[str, float]:
-    """What is done in odd ways: how far the gradient is from plain torch's, and then that of an ordinary step."""
+    """Do odd things: how far the gradient is from plain torch's, and then that of an ordinary step."""
     found = {}
     for name in names:
         print(f"ODD {name}", flush=True)

@@ -117,7 +117,7 @@ def states_go_and_come(engine):
 
 
 def read_and_written(engine):
-    """What DeepSpeed's functions for a parameter's master weight, gradient and state return and change."""
+    """Return what DeepSpeed's functions for a parameter's master weight, gradient and state return and change."""
     seen = [stepped(engine, tokens) for tokens in batches(1, dist.get_rank())]
     (tokens,) = batches(1, dist.get_rank(), seed=2)
     forward_backward(engine, tokens)

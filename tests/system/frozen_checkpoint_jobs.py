@@ -130,7 +130,7 @@ def load_from_numbers(folder, fields, dtype="fp32", into="fp32"):
 
 
 def refusals(folder, of_saved, plain):
-    """What cannot be loaded: the messages, and whether it left everything as it was."""
+    """Return what cannot be loaded: the messages, and whether it left everything as it was."""
     result = {}
 
     def load(name, tag="two", **options):
@@ -176,7 +176,7 @@ def save_merged_state(folder, fields):
 
 
 def readers_of_numbers(folder):
-    """What DeepSpeed's own readers make of codes: {reader: message, or result}."""
+    """Return what DeepSpeed's own readers make of codes: {reader: message, or result}."""
     read = functools.partial(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, folder, tag="two")
     to_files = zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
     found = {
@@ -196,7 +196,7 @@ def save_excluded(folder, fields):
 
 
 def files_are_missing(folder, into, fields):
-    """What is said of a universal checkpoint of which a rank finds fewer files than were saved, and of one rank's.
+    """Return the errors of a universal checkpoint of which a rank finds fewer files than were saved, and of one rank's.
 
     The other is `load_module_state_dict` without a folder, of a rank of a larger world.
     """

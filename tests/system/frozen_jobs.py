@@ -12,7 +12,7 @@ from running import switch
 import zeropp_fp8
 from zeropp_fp8.zero.frozen.store import stored_weight
 from zeropp_fp8.zero.frozen.unit import Stored, StoredUnit
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 

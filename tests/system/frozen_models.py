@@ -64,7 +64,7 @@ def decoded(model):
 
 
 def rounded(weight, fields):
-    """What the codes of a whole weight decode to."""
+    """Return what the codes of a whole weight decode to."""
     wire_format = wire_format_of(fields)
     return wire_format.decode(wire_format.encode(weight), weight.shape, weight.dtype)
 
@@ -87,7 +87,7 @@ def gathered(model, modifier_rank=None):
 
 @contextlib.contextmanager
 def hugging_face_knows(config):
-    """What TrainingArguments(deepspeed=...) does to from_pretrained and PEFT."""
+    """Let from_pretrained and PEFT know the ds_config, as TrainingArguments(deepspeed=...) does."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     kept = HfDeepSpeedConfig(config)

@@ -12,11 +12,11 @@ STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
 
 
 def nothing(engine, folder):
-    """What others are compared with."""
+    """Do nothing: others are compared with it."""
 
 
 def gather_for_writing(engine, folder):
-    """What transformers, PEFT and accelerate do to look: each module's parameters, as if to write them."""
+    """Look as transformers, PEFT and accelerate do: gather each module's parameters, as if to write them."""
     import deepspeed
 
     for module in engine.module.modules():

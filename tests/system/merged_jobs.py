@@ -108,7 +108,7 @@ def merged_flags(model):
 
 
 def beside_peft(folder, ordinary, weights):
-    """What was saved, and its largest difference from merge_and_unload in fp32, beside a tensor's largest number."""
+    """Return what was saved, and its largest difference from merge_and_unload in fp32, beside a tensor's maximum."""
     from transformers import AutoModelForCausalLM
 
     ordinary = ordinary.float()

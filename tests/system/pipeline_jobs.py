@@ -32,7 +32,7 @@ from torch import nn
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.report import predicted_bytes
 
 LIMITS = {
@@ -106,7 +106,7 @@ def train_with_limits(recipe, fields=None, steps=3, names=tuple(LIMITS), persist
 
 
 def sizes(engine):
-    """What the formats say."""
+    """Return what the formats say."""
     gatherer = engine.optimizer.gatherer
     params = gatherer.ownership.params.values()
     return {
@@ -117,7 +117,7 @@ def sizes(engine):
 
 
 def bytes_of_a_step(recipe, granularity, steps=2):
-    """What the ledger says at the start, after each step and after each of two evaluations; what the formats say."""
+    """Return the ledger's bytes at the start, after each step and each of two evaluations; and those by the formats."""
     tokens, report = some_batches(steps), see(zeropp_fp8.wire_report)
     events = [report, *[step, report] * steps, *[evaluate(tokens[0]), report] * 2, see(sizes)]
     *reports, said = run(spec_of(recipe, fields={"gather_granularity": granularity}), events, data=tokens).seen
@@ -270,7 +270,7 @@ def owners(module):
 
 
 def two_engines_one_module(limits):
-    """What parameters call during and after an engine; losses of a second engine, and of one over another module."""
+    """Return closures of parameters during and after an engine; losses of a second one, and over another module."""
     model, other_model, tokens, log = small_llama(), small_llama(seed=7), some_batches(3), {}
     spec, own = spec_of("zeropp", limits, model=lambda: model), see(lambda engine: owners(model))
     look = see(lambda engine: (engine.optimizer.gatherer, full_weights(model)))

@@ -1,4 +1,4 @@
-"""What scripts ask of the Hugging Face Trainer, and models of several kinds, with the plugin and with stock."""
+"""Features of the Hugging Face Trainer, and models of several kinds, with the plugin and with stock."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _evaluated(trainer):
 
 
 def _filled_in(engine):
-    """What "auto" became."""
+    """Return what "auto" became."""
     group = engine.optimizer.param_groups[0]
     return {
         "accumulation": engine.gradient_accumulation_steps(),

@@ -31,7 +31,7 @@ def tell_accelerate() -> None:
 
 
 def _arguments(the_section, folder, steps) -> dict:
-    """What TrainingArguments and TRL's take alike; the plugin is on where there is a section."""
+    """Return what TrainingArguments and TRL's take alike; the plugin is on where there is a section."""
     tell_accelerate()
     zeropp_fp8.enable() if the_section else zeropp_fp8.disable()
     config = ds_config(the_section)
@@ -96,7 +96,7 @@ def _with_trainer(recipe, folder, sizes=None, steps=4, callbacks=None, **more):
 
 
 def report_on_trainer(folder):
-    """What a callback, the reporters and DeepSpeed's monitor see of a run in steps logged two by two."""
+    """Return what a callback, the reporters and DeepSpeed's monitor see of a run in steps logged two by two."""
     from pathlib import Path
 
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -178,7 +178,7 @@ BATCHES = {
 
 
 def batches_of_gathered_weights(folder):
-    """What is said of continuous batching where each token gathers weights: by the field, and by TRL's option."""
+    """Return the words about continuous batching where each token gathers weights: by the field, and TRL's option."""
     ways = ({"trl_generation": "sharded"}, {}), ({}, {"ds3_gather_for_generation": False})
     return [attempt(partial(_with_grpo, folder, fields, **BATCHES, **more)) for fields, more in ways]
 

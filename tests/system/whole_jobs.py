@@ -68,7 +68,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
 def looking_and_changing(recipe):
-    """What safe_get_* and safe_set_* and GatheredParameters see and change."""
+    """Return what safe_get_* and safe_set_* and GatheredParameters see and change."""
     log = {}
 
     def weight_of(engine):

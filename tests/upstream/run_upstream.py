@@ -98,7 +98,7 @@ def visible_gpus() -> list[str]:
 
 
 def described(suite: Suite, upstream: Path, gpus: list[str]) -> dict:
-    """What was run, where."""
+    """Return what was run, where."""
     packages = dict.fromkeys([suite.package, "deepspeed", "torch"])
     return {
         "tests of": f"{suite.package} {version_of(upstream)}",

@@ -1,4 +1,4 @@
-"""Whose tests are run with the plugin: DeepSpeed's own, and those of the libraries that train with it."""
+"""The suites that run with the plugin: DeepSpeed's own, and those of the libraries that train with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's tests say of a recipe, against stock in the same run: a verdict for each test, and the table.
+"""Verdicts of DeepSpeed's tests on a recipe, against stock in the same run, and the table.
 
 Only tests that stock passes are judged; it need not have run what passes with a recipe. Of those that fail with a
 recipe, a test is "not meant to hold" where known_differences.json has an entry with its id, the recipe and words that
@@ -103,7 +103,7 @@ def judge(recipe: str, stock: dict[str, dict], results: dict[str, dict], known: 
 
 
 def result(stock: dict[str, dict], results: dict[str, dict], judged: dict[str, dict]) -> dict:
-    """What a result file keeps: {"finished": all were run, "tests": {test: {"stock" or recipe: how it ended}}}.
+    """Return what a result file keeps: {"finished": all were run, "tests": {test: {"stock" or recipe: how it ended}}}.
 
     An ending has "outcome", "engines" and "seconds", and where it is not "passed" the first line of what the test says
     and the reason why it is not meant to hold.

@@ -101,7 +101,7 @@ _watch: threading.Timer
 
 
 def _message(report) -> str:
-    """What a report says: the error's own words first, and where it came from."""
+    """Return what a report says: the error's own words first, and where it came from."""
     if report.skipped:
         return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -112,7 +112,7 @@ def _message(report) -> str:
 
 
 def raised_in_pools() -> list[str]:
-    """What ranks have raised in pools whose other ranks have not come back.
+    """Return what ranks have raised in pools whose other ranks have not come back.
 
     A pool tells it only when every rank has come back, and those that wait for the one that raised never do.
     """

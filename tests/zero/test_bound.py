@@ -1,4 +1,4 @@
-"""What a run's shares of a step's time say of what bounds it."""
+"""Shares of a step's time, and the bound of a run that they tell."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def test_busy_seconds_are_a_union(starts_and_lengths):
 
 
 def said(nodes=2, per_node=4, full=(), section=None, **shares):
-    """What a run is told; `full`: formats of the session that are none."""
+    """Return what a run is told; `full`: formats of the session that are none."""
     one = {"seconds": 0.2, "between": 0.1, "within": 0.1, "behind": 0.3, "messages": 100, "message_bytes": 4e6}
     topology = SimpleNamespace(nodes=nodes, ranks_per_node=per_node, world_size=nodes * per_node)
     names = ("weights", "differences", "within", "between")

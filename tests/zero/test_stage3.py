@@ -60,7 +60,7 @@ def test_both_ways_have_the_same_methods(name):
 
 
 def test_who_is_asked(monkeypatch):
-    """What a stage has answers; where it has no such answer, DeepSpeed's own method does."""
+    """A stage answers what it has; for the rest DeepSpeed's own method does."""
 
     class Answers:
         def partition_grads(self, *args):

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
 from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import StagePart
 

@@ -168,7 +168,7 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def _get_param_fragment_func(self, param):
         stock = functools.partial(super()._get_param_fragment_func, param)
-        from zeropp_fp8.zero.gather.adopted import unit_of
+        from zeropp_fp8.zero.gather.attached import unit_of
 
         return unit_of(param).storage.fragment(self.param_names[param], param, stock)
 
@@ -219,7 +219,7 @@ class ZeroppEngine(DeepSpeedEngine):
         if frozen is None:
             return stock(checkpoint, *args, **kwargs)
         from zeropp_fp8.zero.fragment import has_codes
-        from zeropp_fp8.zero.gather.adopted import unit_of
+        from zeropp_fp8.zero.gather.attached import unit_of
 
         gatherer = self._zeropp_fp8_gatherer
         if has_codes(frozen) or any(unit.storage.sends_what_rests for unit in gatherer.units):

@@ -14,7 +14,7 @@ from zeropp_fp8.config import PluginConfig
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import Row, shown, without_kernel

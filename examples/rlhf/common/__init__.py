@@ -1,4 +1,4 @@
-"""What the RLHF scripts share. Each file is one idea.
+"""Common parts of the RLHF scripts. Each file is one idea.
 
 arguments.py   the command lines: dataclasses, read with transformers.HfArgumentParser
 

@@ -37,7 +37,7 @@ def required(help: str, **more):
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """What every stage has."""
+    """Arguments of every stage."""
 
     model: str = required("where the stage starts: a folder that an earlier stage wrote, a model's folder or name")
     out: str = required("folder for the log, the checkpoints and the trained model", check=new_folder)
@@ -137,7 +137,7 @@ class DPOArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments
 
 @dataclass(kw_only=True)
 class RolloutArguments(RunArguments, AdapterArguments, RowArguments):
-    """What PPO and GRPO share: generating, and scoring what was generated."""
+    """Arguments of PPO and GRPO: generating, and scoring what was generated."""
 
     iterations: int = option(
         100, "rollouts, each with the training on it; those before --resume included", check=whole(1)
@@ -265,7 +265,7 @@ class EvaluationArguments:
 
 @dataclass(kw_only=True)
 class PipelineArguments:
-    """What is run, on what, with which settings."""
+    """The stages to run, their models and data, and their settings."""
 
     out: str = required("folder for everything", check=new_folder)
     stages: list[str] = field(

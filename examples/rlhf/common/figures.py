@@ -1,4 +1,4 @@
-"""What an iteration of PPO or GRPO says of itself: lengths, scores, times, tokens a second."""
+"""Figures of an iteration of PPO or GRPO: lengths, scores, times, tokens per second."""
 
 from __future__ import annotations
 

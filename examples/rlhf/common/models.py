@@ -59,7 +59,7 @@ class Start:
 
 
 def find_start(name: str) -> Start:
-    """What a folder of an earlier stage, a model's folder, or a name on the hub stands for.
+    """Return what a folder of an earlier stage, a model's folder, or a name on the hub stands for.
 
     Raises:
         FileNotFoundError: a folder without a model, or an adapter whose model is gone.

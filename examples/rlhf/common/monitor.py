@@ -1,4 +1,4 @@
-"""What a run says about itself: console, JSON lines, DeepSpeed's monitor, progress bar, samples, plots.
+"""A run about itself: console, JSON lines, DeepSpeed's monitor, progress bar, samples, plots.
 
 Only rank 0 writes. Where a number differs between ranks, average it first: `mean_over_ranks`, on every rank.
 """

@@ -131,7 +131,7 @@ def key_of(pairs: Sequence[Pair], start: Start, ds_config: dict, lora: bool) -> 
 
 
 def _identity(start: Start) -> list:
-    """What tells a model from others wherever its folder is: a commit on the hub, or its files."""
+    """Return what tells a model from others wherever its folder is: a commit on the hub, or its files."""
     if Path(start.base).is_dir():
         base = _files(Path(start.base))
     else:  # the cache of the hub has a folder a commit

@@ -22,7 +22,7 @@ def columns_for(functions: dict[str, RewardFunction]) -> list[str]:
 
 
 class Rewards:
-    """What responses are scored with.
+    """The scores of responses.
 
     Args:
         arguments: RolloutArguments: weights, and the penalty for responses that do not end.
@@ -63,7 +63,7 @@ class Rewards:
         return scores - self._eos_penalty * ~rollout.ended, parts
 
     def of_functions(self, texts: list[str], rows: list[dict], prompts: list[str]) -> dict[str, Tensor]:
-        """What the functions alone say, by name."""
+        """Return what the functions alone say, by name."""
         with failing_together("a reward function"):
             said = {
                 name: function(prompts=prompts, completions=texts, **columns_of(rows))

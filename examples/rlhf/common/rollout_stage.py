@@ -1,4 +1,4 @@
-"""What PPO and GRPO do around their algorithms: data and checks; rollouts; log, samples, evaluation and checkpoints."""
+"""PPO and GRPO around their algorithms: data and checks; rollouts; log, samples, evaluation and checkpoints."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def has_implicit_prompt(given: dict) -> bool:
 
 
 def final_answer(solution: str) -> str:
-    """What follows "####" in a solution of GSM8K, without the commas that group thousands; else all of it."""
+    """Return what follows "####" in a solution of GSM8K, without the commas that group thousands; else all of it."""
     _, marker, answer = solution.rpartition("####")
     return answer.strip().replace(",", "") if marker else solution.strip()
 
@@ -325,7 +325,7 @@ def must_be_utf8(value: object) -> None:
 
 
 def json_type(value: object) -> str:
-    """What a value is, in JSON's words."""
+    """Return what a value is, in JSON's words."""
     words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return words.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 

@@ -1,4 +1,4 @@
-"""What a policy that learns from rows says to some of their prompts, every few steps."""
+"""Responses of a policy that learns from rows to some of their prompts, every few steps."""
 
 from __future__ import annotations
 

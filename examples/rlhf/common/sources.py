@@ -13,7 +13,7 @@ SHOWN_CHARACTERS = 80
 
 
 class RowError(ValueError):
-    """What is wrong with one row."""
+    """A fault of one row."""
 
 
 Record = tuple[str, int, object]  # (source, line, the row or the RowError that says why it cannot be read)

@@ -1,4 +1,4 @@
-"""What a pipeline came to: how each policy answers the held-out prompts, what its stages logged, and a picture."""
+"""The summary of a pipeline: how each policy answers the held-out prompts, what its stages logged, and a picture."""
 
 from __future__ import annotations
 

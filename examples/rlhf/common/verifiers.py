@@ -130,7 +130,7 @@ def checked(name: str, function: RewardFunction) -> RewardFunction:
 
 
 def rewards_from(name: str, result, count: int) -> list[float | None]:
-    """What a reward function returned, as `count` floats or None.
+    """Return what a reward function returned, as `count` floats or None.
 
     Raises:
         ValueError: it is not a list of `count` finite numbers or None.

@@ -78,7 +78,7 @@ def several(calls):
 
 
 def _end_engines(*engines):
-    """What shut_down does, for processes that go on."""
+    """Do what shut_down does, for processes that go on."""
     for engine in engines:
         engine.destroy()
     dist.barrier()

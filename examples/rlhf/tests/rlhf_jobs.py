@@ -347,7 +347,7 @@ def checkpoints(folder):
         return names
 
     def resumed(**given):
-        """What a new process would go on with."""
+        """Return what a new process would go on with."""
         again, more = FakeEngine(-1), Counter(-1)
         torch.manual_seed(99)
         step = run(resume=True, **given).begin({"actor": again}, {"more": more})
@@ -436,7 +436,7 @@ def evaluation(folder, model, counts):
 
 
 def together(fails):
-    """What ranks raise when some of them fail."""
+    """Return what ranks raise when some of them fail."""
     from basics import failing_together
 
     def go():

@@ -1,4 +1,4 @@
-"""What tests of the RLHF examples' losses share: a batch of five responses, and how the GRPO loss is called."""
+"""Common parts of tests of the RLHF examples' losses: a batch of five responses, and how the GRPO loss is called."""
 
 from __future__ import annotations
 

@@ -8,6 +8,6 @@ from pathlib import Path
 
 
 def main_of(script, words):
-    """What `python SCRIPT WORDS` does."""
+    """Do what `python SCRIPT WORDS` does."""
     sys.argv = [str(script), *words]
     importlib.import_module(Path(script).stem).main()

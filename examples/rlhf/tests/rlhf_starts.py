@@ -1,4 +1,4 @@
-"""What the RLHF examples start from in tests: models, adapters, rows."""
+"""Starting points of the RLHF examples in tests: models, adapters, rows."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What docs/rlhf.md names is there: options, scripts, data files, recipes; its commands are read."""
+"""The names in docs/rlhf.md are there: options, scripts, data files, recipes; its commands are read."""
 
 import json
 import re

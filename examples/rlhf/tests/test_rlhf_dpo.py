@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(made, folder):
-    """What each run came to, all of them in one launch; --out is `folder` / its name."""
+    """Return what each run came to, all of them in one launch; --out is `folder` / its name."""
     wanted = {}
 
     def add(name, config, model, data, held_out, *more, **how):

@@ -57,7 +57,7 @@ REWARDED = {
 
 @pytest.fixture(scope="module")
 def steps(made, tmp_path_factory):
-    """What each job came to on both ranks, all of them in one launch."""
+    """Return what each job came to on both ranks, all of them in one launch."""
     calls = {}
 
     def add(name, job, recipe, model, **given):
@@ -212,7 +212,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(made, folder):
-    """What each run came to, all of them in one launch; --out is `folder` / its name."""
+    """Return what each run came to, all of them in one launch; --out is `folder` / its name."""
     wanted, small = {}, f"{made / 'letters.py'}:small"
 
     def add(name, config, model, *more, **how):

@@ -29,7 +29,7 @@ def trl():
 
 
 def stand_in(**attributes):
-    """What the trainers' loss methods use of `self`: one process, no accumulation, nothing but the loss."""
+    """The parts of `self` that the trainers' loss methods use: one process, no accumulation, nothing but the loss."""
     accelerator = SimpleNamespace(
         num_processes=1,
         device=torch.device("cpu"),

@@ -235,7 +235,7 @@ def test_scores_are_those_of_transformers(folders):
 
 
 class SimpleEngine:
-    """What a role needs of an engine."""
+    """The parts of an engine that a role needs."""
 
     def __init__(self, module):
         self.module, self.device = module, torch.device("cpu")

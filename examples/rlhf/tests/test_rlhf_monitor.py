@@ -1,4 +1,4 @@
-"""What a run of the RLHF examples writes: log, samples, DeepSpeed's monitor, figures, plots."""
+"""Writing of a run of the RLHF examples: log, samples, DeepSpeed's monitor, figures, plots."""
 
 import csv
 import json

@@ -37,7 +37,7 @@ PPO = [
 
 
 def run_script(name, config, folder, *argvs, world=2):
-    """What jobs.script returns, a rank each."""
+    """Return what jobs.script returns, a rank each."""
     return run_ranks(jobs.script, world=world, name=name, config=config, folder=str(folder), argvs=argvs)
 
 

@@ -1,4 +1,4 @@
-"""What a policy says to prompts of its rows: which prompts, when, and what is counted."""
+"""A policy's responses to prompts of its rows: which prompts, when, and what is counted."""
 
 import importlib
 from types import SimpleNamespace

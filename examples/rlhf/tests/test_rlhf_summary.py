@@ -1,4 +1,4 @@
-"""What a pipeline came to: intervals against their definitions, figures, lines and the picture of small made runs."""
+"""A pipeline's summary: intervals against their definitions, figures, lines and the picture of small made runs."""
 
 import json
 import math

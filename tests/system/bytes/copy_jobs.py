@@ -64,7 +64,7 @@ def runs(cases):
 
 
 def with_memory(available, secondary, recipe="zeropp-pcie"):
-    """What an engine keeps where rank r has `available[r]` bytes free; or the error. And the start table."""
+    """Return what an engine keeps where rank r has `available[r]` bytes free; or the error. And the start table."""
     real = psutil.virtual_memory
     mine = available[dist.get_rank()]
     with (

@@ -19,7 +19,7 @@ from running import Spec, evaluate, freezing, on_engine, run, see, step, trained
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather import hops as hops_module
-from zeropp_fp8.zero.gather.adopted import units_of
+from zeropp_fp8.zero.gather.attached import units_of
 
 BUFFERS_FOR = {
     "as chosen": contextlib.nullcontext,

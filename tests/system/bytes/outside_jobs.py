@@ -85,7 +85,7 @@ def sent(cases):
 
 
 def log_of_trainer(folder):
-    """What the Trainer's log says of each step's bytes between nodes, while it evaluates and saves every other step."""
+    """Return each step's bytes between nodes in the Trainer's log, while it evaluates and saves every other step."""
     from trainer_feature_jobs import _automatic, _text, _trainer
 
     every_other = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}

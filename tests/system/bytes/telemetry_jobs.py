@@ -1,4 +1,4 @@
-"""What an engine tells, on ranks, and what its steps change of its session."""
+"""An engine's numbers on ranks, and the changes of its session in steps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def assert_same(run, expected):
 
 
 def assert_bytes(run, accumulation, ranks):
-    """Weights that are kept are gathered once a step, others twice a micro-batch."""
+    """Weights that are kept are gathered once per step, others twice per micro-batch."""
     share = (ranks - 1) / ranks
     others = run["all bytes"] - run["kept bytes"]
     assert run["bytes"] == pytest.approx(share * (run["kept bytes"] + 2 * accumulation * others), rel=1e-6)
@@ -40,7 +40,7 @@ def limited():
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_memory_changes_bytes_and_nothing_else(limited, accumulation):
-    """What is kept is sent once a step, whatever the number of micro-batches."""
+    """Kept copies are sent once per step, whatever the number of micro-batches."""
     for found in limited[accumulation]:
         every, auto, some, few, none = found
         assert every["kept"] == auto["kept"] == [0, 1, 2, 3, 4] and none["kept"] == []

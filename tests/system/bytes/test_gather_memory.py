@@ -1,4 +1,4 @@
-"""What gathers hold: rings as large as blocks, buffers for one gather of what is larger, no copy within one node."""
+"""Memory of gathers: rings as large as blocks, buffers for one gather of what is larger, no copy within one node."""
 
 import gather_memory_jobs as jobs
 import pytest
@@ -58,7 +58,7 @@ def test_stored_blocks_and_a_large_embedding(fields):
     for found in run_ranks(jobs.runs, recipe="zeropp", fields=more, buffers=buffers, **options):
         chosen, ring = found["as chosen"], found["none"]
         assert [name.removeprefix("base_model.model.") for name in chosen["outsized"]] == EMBEDDINGS
-        block = chosen["block numel"] * 0.75  # int4, two bytes a block of 16, padding of small tensors
+        block = chosen["block numel"] * 0.75  # int4, two bytes per block of 16, padding of small tensors
         # More than two buffers: a block's three units are under way at once.
         assert 0 < chosen["largest"] <= block and chosen["held ring"] < 4096 * 64 / WORLD
         assert ring["largest"] > 4096 * 64, "the case did not occur"

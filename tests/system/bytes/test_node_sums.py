@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches that add up inside the node, and cross between nodes once a step."""
+"""Gradients of several micro-batches that add up inside the node, and cross between nodes once per step."""
 
 import node_sums_jobs as jobs
 import pytest
@@ -37,7 +37,7 @@ def apart():
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_pass_is_the_whole_reduction_bit_for_bit(apart, world):
-    """What is added up first and sent then is what `run` sends, where nothing is added."""
+    """A sum that is sent afterwards is what `run` sends, where nothing is added."""
     for of_rank in apart[world]:
         for case, (whole, hops, _) in zip(CASES, of_rank):
             if case[2] == 1:
@@ -107,7 +107,7 @@ def test_training_and_bytes(of_recipes, recipe):
     for run in (in_world, in_node):
         assert run.seen == pytest.approx(stock.seen, rel=0.02)
     assert in_node.bytes["gradients"]["intra"] == in_world.bytes["gradients"]["intra"]
-    # Of shared scales a few numbers a step cross, too, in the first step those of tensors without a history.
+    # Of shared scales a few numbers per step cross, too, in the first step those of tensors without a history.
     assert in_node.bytes["gradients"]["inter"] == pytest.approx(one.bytes["gradients"]["inter"], rel=0.005)
     assert in_world.bytes["gradients"]["inter"] == pytest.approx(4 * one.bytes["gradients"]["inter"], rel=0.005)
 

@@ -1,4 +1,4 @@
-"""What is done between steps is not theirs: steps of equal work are said to send equal bytes, and stock beside them."""
+"""Bytes between steps are not theirs: steps of equal work are said to send equal bytes, and stock beside them."""
 
 import outside_jobs as jobs
 import pytest

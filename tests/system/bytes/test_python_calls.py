@@ -39,7 +39,7 @@ def test_what_is_not_called_for_each_parameter(found):
 
 
 def test_a_step_without_a_sample():
-    """What numerics cost between samples, one of which was made before: three calls of a small model's 14 thousand."""
+    """Numerics cost three calls of a small model's 14 thousand between samples, one of which was made before."""
     three = ("sample.gradients_ready", "sample.step_ended", "sample._begin_if_due")
     for rank in run_two(jobs.of_numerics, recipes=["zeropp", "fp8-lm"]):
         for recipe, (calls, more) in rank.items():

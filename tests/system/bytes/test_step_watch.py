@@ -1,4 +1,4 @@
-"""What bounds a run's steps: measured in steps 4 to 7, said once by rank 0, by a clock that links advance."""
+"""The watch of a run's steps: measured in steps 4 to 7, said once by rank 0, by a clock that links advance."""
 
 import observed_jobs as jobs
 import pytest

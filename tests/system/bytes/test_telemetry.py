@@ -33,7 +33,7 @@ def test_who_assigns_to_a_session_is_found():
 
 
 def test_nobody_assigns_to_a_session():
-    """What changes has an owner; `session` itself assigns where it is made only."""
+    """Attributes that change have an owner; `session` itself assigns where it is made only."""
     assert {path.name: lines for path in PACKAGE.rglob("*.py") if (lines := assigned(path.read_text()))} == {}
     nodes = ast.walk(ast.parse((PACKAGE / "zero/session.py").read_text()))
     (made,) = (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Session")

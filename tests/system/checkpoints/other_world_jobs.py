@@ -56,7 +56,7 @@ def load(folder, recipe, fields):
 
 
 def load_a_part(folder, recipe, fields):
-    """What is said where a file cannot be read, and where one is missing, of a checkpoint without a manifest."""
+    """Return what is said where a file cannot be read, and where one is missing, of a checkpoint without a manifest."""
     import os
     from pathlib import Path
 

@@ -28,7 +28,7 @@ def step(engine):
 
 
 def message_of(function, *arguments, **options):
-    """What a call raises; None if it does not."""
+    """Return what a call raises; None if it does not."""
     try:
         function(*arguments, **options)
     except Exception as error:

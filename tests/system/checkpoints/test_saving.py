@@ -94,7 +94,7 @@ def test_full_disk(tmp_path):
 
 
 def test_other_errors(tmp_path):
-    """What has nothing to do with files: the rank that met it raises it, and the others say which rank did."""
+    """An error that has nothing to do with files: the rank that met it raises it, and the others say which rank did."""
     for rank, found in enumerate(run_ranks(jobs.other_errors, world=2, folder=str(tmp_path))):
         assert ("rank 1: " in found["states"]) == (rank == 0) and "pickle" in found["states"]
         assert "FileExistsError" in found["folder"] or "NotADirectoryError" in found["folder"]
@@ -127,6 +127,6 @@ def test_damaged(damages, damage):
 
 
 def test_what_needs_no_manifest(damages, tmp_path):
-    """What DeepSpeed alone has saved loads, and so does what is not to be checked."""
+    """A checkpoint of DeepSpeed alone loads, and so does one that is not to be checked."""
     assert [of_rank["without a manifest"] for of_rank in damages[1]] == [None, None]
     assert run_ranks(jobs.unverified, world=2, folder=str(tmp_path)) == [None, None]

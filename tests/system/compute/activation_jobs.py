@@ -42,7 +42,7 @@ def normal(seed, *shape, dtype=torch.float32):
 
 
 def activation(rank, name, dtype, gradient=False):
-    """What a rank sends, forward or (its gradient) backward."""
+    """Return what a rank sends, forward or (its gradient) backward."""
     return normal(100 * rank + 7 * list(SHAPES).index(name) + 50 * gradient, *SHAPES[name], dtype=DTYPES[dtype])
 
 
@@ -141,7 +141,7 @@ def counted(per_node, size):
 
 
 class Replaced:
-    """What plugin/install.py does, with a way back."""
+    """The replacements of plugin/install.py, with a way back."""
 
     def __init__(self):
         self.before = []
@@ -330,7 +330,7 @@ def hooks_of(engine):
 
 
 def without_sequence_parallelism():
-    """What engines without sequence parallelism make of a wire format: an error, or no hooks."""
+    """Return what engines without sequence parallelism make of a wire format: an error, or no hooks."""
     fp8, detect = (Spec(section("lossless", activations={"wire_format": each}), "bf16") for each in ("fp8", "detect"))
     return attempt(fp8.engine), *run(detect, [see(hooks_of)]).seen
 

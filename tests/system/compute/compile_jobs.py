@@ -88,7 +88,7 @@ def sampled(folder, cases):
 
 
 def saved_tensors(recipe, ways):
-    """What autograd saves of a forward: how many Parameters, and the names of those of whose values something else is.
+    """Return what autograd saves of a forward: how many Parameters, and names of those of whose values something is.
 
     Values of a block live in a buffer that is used again once the block is released.
     """

@@ -111,7 +111,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 def values_of_a_gathered_operand():
-    """What a weight that is there as codes holds, and what those see who read it, gather it, write it, evaluate."""
+    """Return the values of a weight that is there as codes, for who reads it, gathers it, writes it, evaluates."""
     values, tokens = [], next(batches(1, dist.get_rank()))
 
     def look(module, args):

@@ -81,7 +81,7 @@ OF_MOMENTS = (
 
 
 def read_and_write(engine, result, fp8):
-    """What is written is read, of gradients exactly."""
+    """Return what is written is read, of gradients exactly."""
     params, world = dict(engine.module.named_parameters()), dist.get_world_size()
     matrix, vector, odd = (params[name] for name in (MATRIX, VECTOR, ODD))
     for name, p in (("matrix", matrix), ("vector", vector), ("odd", odd)):

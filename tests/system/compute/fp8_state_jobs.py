@@ -48,7 +48,7 @@ def beside_a_reference(recipes):
 
 
 def adam_of(kind):
-    """What makes the optimizer of a kind of training."""
+    """Make the function that makes the optimizer of a kind of training."""
 
     def make(params):
         if kind == "adam":
@@ -88,7 +88,7 @@ def is_compressed(engine):
 
 
 def held_by(engine):
-    """What there is of gradients and states."""
+    """Return what there is of gradients and states."""
     optimizer = engine.optimizer
     compressed, scales = engine.zeropp_fp8_session.state_formats is not None, optimizer.reducer.scales
     return {
@@ -148,7 +148,7 @@ def gradients_that_are_not_finite(dtype):
 
 
 def refusals():
-    """What each optimizer that is no Adam, and each option that has no place, is answered."""
+    """Return what each optimizer that is no Adam, and each option that has no place, is answered."""
 
     class OwnUpdate(torch.optim.AdamW):
         def step(self, closure=None):
@@ -239,7 +239,7 @@ class WithBranches(nn.Module):
 
 
 def branch_inputs(rank, steps=6):
-    """What a rank does: nobody uses `right` before the fourth step; only rank 1 uses `left`."""
+    """Return what a rank does: nobody uses `right` before the fourth step; only rank 1 uses `left`."""
     generator = torch.Generator().manual_seed(rank)
     for index in range(steps):
         yield torch.randn(4, 24, generator=generator), rank == 1, index >= 3

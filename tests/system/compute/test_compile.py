@@ -124,7 +124,7 @@ def test_a_model_without_blocks():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's CPU kernels need g++")
 def test_the_default_backend(found):
-    """What fuses operations and so rounds less often in 16 bits; fp32 keeps 5 digits."""
+    """Inductor fuses operations and so rounds less often in 16 bits; fp32 keeps 5 digits."""
     compiled, _ = run_two(jobs.train, recipe="zeropp", way="blocks", backend="inductor")[0]
     assert compiled.losses == pytest.approx(found["zeropp"]["eager"][0].losses, rel=1e-5)
     assert compiled.seen[0] == (1, 0) and compiled.seen[jobs.STEPS - 1] == (1, 0)

@@ -17,7 +17,7 @@ def fp8(scaling, **more):
 def test_the_operand_is_the_gathered_payload(scaling, numbers):
     """One node: every weight operand of forward lies in the buffer that the all-gather filled.
 
-    All scales come from one reduction after the step: a number a tensor, a row or a tile of all weights, and those of
+    All scales come from one reduction after the step: a number per tensor, row or tile of all weights, and those of
     each weight at a multiple of 16 bytes.
     """
     per_layer = 4 * 128 + 2 * 384 + 128

@@ -43,7 +43,7 @@ def test_shared_scale_and_the_scale_of_the_sum(node_size):
 
 
 def test_parameters_that_are_not_always_used():
-    """What no step has shown has no history; zeros of three ranks do not matter to the fourth's."""
+    """A parameter that no step has shown has no history; zeros of three ranks do not matter to the fourth's."""
     for log in run_ranks(gradients.parameters_that_are_not_always_used):
         for step, (errors, before, after, newest) in enumerate(log):
             assert (0 in before) == (step <= 3) and (0 in after) == (step < 3)

@@ -69,7 +69,7 @@ def compiled_in_turn():
 
 
 def ended_too_early():
-    """What destroy() of an engine says while a later one lives, thrice; losses of both beside those of each alone."""
+    """Return the words of destroy() while a later engine lives, thrice; losses of both beside those of each alone."""
     tokens, found = list(batches(4, dist.get_rank())), []
     for kind in ("zeropp", "whole tensors", "FP8 states", "FP8 operands, node's copy"):
         runs, said = [], []

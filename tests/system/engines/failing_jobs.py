@@ -56,7 +56,7 @@ FAILURES = {
     "hooks are on": ("zeropp_fp8.zero.offload", "", "leave_untraced", 1, False),
     "parameters are taken over": ("zeropp_fp8.zero.offload", "", "UnitCoordinator", 1, False),
     "what an engine had": ("zeropp_fp8.zero.gather.gatherer", "", "slice_numel", 1, False),
-    "placed": ("zeropp_fp8.zero.gather.storage", "Storage", "adopt", 1, False),
+    "placed": ("zeropp_fp8.zero.gather.storage", "Storage", "attach", 1, False),
     "half taken over": ("zeropp_fp8.zero.gather.hops", "", "outsized_units", 1, False),
     "states": ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "_setup_for_real_optimizer", 1, False),
     "half of the gradients have hooks": ("deepspeed.runtime.zero.stage3", "", "register_grad_hook", 5, False),
@@ -76,7 +76,7 @@ OF_TRAINING = {"states", "half of the gradients have hooks", "the stage is made"
 
 
 class Late(Exception):
-    """What a constructor raises."""
+    """Raised by a constructor."""
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def on_model(model):
 
 
 def differing(before, after):
-    """What two of them disagree about, with how much there is of it."""
+    """Return what two of them disagree about, with how much there is of it."""
     missing = object()
     keys = {key for key in (*before, *after) if before.get(key, missing) != after.get(key, missing)}
     return sorted(f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys)
@@ -238,7 +238,7 @@ def converted_again():
 
 
 def failed_on_a_rank(kind):
-    """What an engine that fails on rank 1 alone leaves there, and losses of the earlier one, alone and after it."""
+    """Return what an engine leaves that fails on rank 1 alone, and losses of the earlier one, alone and after it."""
     tokens, found, left = list(batches(3, dist.get_rank())), [], []
     for beside in (False, True):
         engine = spec_of(kind, "block").engine()
@@ -289,7 +289,7 @@ def owners_failed_on_a_rank():
 
 
 def stored_weights():
-    """What failures leave of an engine whose weights rest as codes, and its losses before, beside and after them."""
+    """Return what failures leave of an engine with stored weights, and its losses before, beside and after them."""
     switch(True)
     tokens = next(batches(1, dist.get_rank()))
     codes = {"modules": "all-linear", "format": "int8", "block_size": 32}

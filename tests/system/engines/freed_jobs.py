@@ -65,7 +65,7 @@ def live_bytes():
 
 
 def dropped(kind, zero_init=False):
-    """What is alive of engines that nobody keeps, one after the other, and the bytes that each has left behind.
+    """Return what is alive of engines that nobody keeps, one after the other, and the bytes that each has left behind.
 
     And of the second, before that: what is alive while the engine is kept, its bytes before and after destroy(); then
     what is alive while the model is kept, the bytes of that, and of the model's shards and buffers.
@@ -117,7 +117,7 @@ def run_alone(kind):
 
 
 def said_by_what_is_freed():
-    """What an engine that is kept says of its states and of its checkpoints."""
+    """Return what an engine that is kept says of its states and of its checkpoints."""
     engine = engine_of("FP8 states")
     engine.destroy()
     said = []

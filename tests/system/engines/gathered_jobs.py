@@ -24,7 +24,7 @@ WHEN = ("before a step", "between forward and backward", "between backward and s
 
 
 class Excursion(NamedTuple):
-    """What some ranks run between collectives of a training.
+    """Modules that some ranks run between collectives of a training.
 
     Attributes:
         step, when: the micro-batch, and one of WHEN.
@@ -194,7 +194,7 @@ def generation_inside(way: str, weights: str) -> None:
 
 
 def a_rank_alone(way: str, gathered: Sequence[str], granularity: str) -> str:
-    """What a rank says that runs a model of which only these modules are gathered, while the other does not."""
+    """Return what a rank says that runs a model of which only these modules are gathered, while the other does not."""
     engine = Spec(section_of(way, gather_granularity=granularity)).engine()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     store, said = dist.distributed_c10d._get_default_store(), ""

@@ -180,7 +180,7 @@ def over_one_model_each(kinds):
 
 
 def across_engines():
-    """What is said of a module of one engine that has a parameter of another among its own."""
+    """Return what is said of a module of one engine that has a parameter of another among its own."""
     import deepspeed
 
     first, second = _spec("zeropp").engine(), _spec("zeropp", 1, trains=False).engine()
@@ -193,7 +193,7 @@ def across_engines():
 
 
 def master_weights():
-    """What is said of unrounded master weights while a later engine has weights elsewhere; whether they are back."""
+    """Return the words about unrounded master weights while a later engine has weights; whether they are back."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     model = llama()
@@ -210,7 +210,7 @@ def master_weights():
 
 
 def refused():
-    """What is said of later engines that cannot be; losses of the earlier one beside them, and of one left alone."""
+    """Return the refusals of later engines; losses of the earlier one beside them, and of one left alone."""
     stored = Spec(section_of("zeropp", frozen={"format": "int8", "block_size": 32}), optimizer=None)
     said, losses = [], []
     for beside in (False, True):
@@ -227,7 +227,7 @@ def refused():
 
 
 def generating():
-    """What is said of a generation in an engine whose model a later one has, and after that has ended."""
+    """Return what is said of a generation in an engine whose model a later one has, and after that has ended."""
     import zeropp_fp8
 
     model, said = llama(), []

@@ -131,7 +131,7 @@ def test_an_engine_that_fails_on_one_rank(kind):
 
 @pytest.mark.parametrize("name", trace_jobs.OWN_STATES)
 def test_an_engine_that_does_not_train_leaves_no_trace(name):
-    """What nodes hold of each other's weights, and what rounding has drawn, is what it was: each bit is."""
+    """Copies of each other's weights, and the state of rounding, are what they were: each bit is."""
     for found in run_two(
         differences, ways=[name], trained=trace_jobs.without_a_trace, kinds=trace_jobs.TURNS, timeout=400
     ):

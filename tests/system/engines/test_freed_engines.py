@@ -1,4 +1,4 @@
-"""What engine.destroy() leaves: nothing of an engine that is dropped, DeepSpeed's part of one that is kept."""
+"""Memory after engine.destroy(): nothing of an engine that is dropped, DeepSpeed's part of one that is kept."""
 
 import freed_jobs as jobs
 import pytest

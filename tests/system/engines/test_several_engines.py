@@ -60,7 +60,7 @@ def test_a_model_that_rests_as_codes_follows_another():
 
 @pytest.mark.parametrize("kind", jobs.OVER_ONE_MODEL)
 def test_two_engines_over_one_model(kind, over_one_model):
-    """What is trained, and what either of them evaluates, is what one engine alone gives; stock itself fails at it."""
+    """Both train, and evaluate, what one engine alone gives; stock itself fails at it."""
     losses, evaluated, _ = over_one_model[kind].pop("alone")
     assert len(set(losses)) == 4 and len(set(evaluated)) == 3
     for order, (trained, own, others) in over_one_model[kind].items():

@@ -54,7 +54,7 @@ def test_ranks_that_differ_or_raise(tmp_path):
 
 
 def check_json(found, text):
-    """What is in the file is what was printed; recipes are the plan's at the measured rates."""
+    """The file holds what was printed; recipes are the plan's at the measured rates."""
     assert (
         found["status"] == 0
         and not any(each["serious"] for each in found["problems"])

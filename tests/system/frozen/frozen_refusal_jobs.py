@@ -11,7 +11,7 @@ from running import switch
 
 
 def bad_input(fields, overrides=None, **more):
-    """What is said, and that nothing is lost once it is put right."""
+    """Return what is said, and that nothing is lost once it is put right."""
     switch(True)
     config = config_of(fields, overrides=overrides, **more)
     engine = make_engine(with_adapters(build(llama, config, zero_init=True)), config, lr=1e-2)

@@ -57,7 +57,7 @@ def test_on_any_number_of_ranks(world, ranks_per_node, dtype, scope):
     ids=["int4", "nf4, double", "one rank"],
 )
 def test_fp8_operands_come_straight_from_codes(fields, world, ranks_per_node):
-    """What a layer computes in FP8 is what it computes after decoding its weight and casting that, bit for bit."""
+    """A layer computes in FP8 what it computes after decoding its weight and casting that, bit for bit."""
     more = {
         "compute": {"format": "fp8", "scaling": "current"},
         "topology": {"ranks_per_node": ranks_per_node},
@@ -124,7 +124,7 @@ def test_codes_travel_once_where_copies_stay(scope):
     for log in run_ranks(jobs.traffic, scope=scope, name="int4"):
         first, *later = log["steps"]
         assert log["one storage a unit"] and log["units"] == 2
-        # int4, 16 elements a block, two bytes a scale: 0.625 bytes; padding of small tensors on top
+        # int4, 16 elements per block, two bytes per scale: 0.625 bytes; padding of small tensors on top
         assert 0.625 <= 4 * log["at rest"] / log["numel"] < 0.66
         assert later[0] == later[1]
         if scope == "none":

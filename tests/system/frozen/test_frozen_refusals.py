@@ -1,4 +1,4 @@
-"""What the frozen store refuses, and that nothing is lost once it is put right."""
+"""Refusals of the frozen store, after which nothing is lost once the input is put right."""
 
 import frozen_refusal_jobs as jobs
 import pytest

@@ -11,7 +11,7 @@ import zeropp_fp8
 
 
 def recipe_of_environment(stage=3, section=None, zero_init=False):
-    """What an engine is made of whose ds_config has this section or none, and what it leaves of the ds_config."""
+    """Return the recipe of an engine whose ds_config has this section or none, and what it leaves of the ds_config."""
     zeropp_fp8.enable()
     config = ds_config(section, zero_optimization={"stage": stage})
     before = copy.deepcopy(config)

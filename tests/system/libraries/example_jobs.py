@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def what_a_script_raises(argv):
-    """What `python ARGV` ends with; "" if with nothing."""
+    """Return what `python ARGV` ends with; "" if with nothing."""
     sys.argv = list(argv)
     sys.modules.pop("models")  # that of tests/: the script has its own
     sys.path.insert(0, str(Path(argv[0]).parent))

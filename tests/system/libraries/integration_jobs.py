@@ -46,7 +46,7 @@ def run_scripts(commands):
 
 
 def _run(words):
-    """What `python WORDS` does in a new process: nothing of the plugin is on but what the .pth file puts there."""
+    """Run `python WORDS` in a new process: nothing of the plugin is on but what the .pth file puts there."""
     zeropp_fp8.disable()
     set_seed(0)  # in every new process torch's generator begins alike
     if os.environ.get(autoload.VARIABLE) != "0":
@@ -65,10 +65,10 @@ def _run(words):
 
 
 def losses(text):
-    """Those of Trainer's logs, or of the loop's lines."""
+    """Return the losses of Trainer's logs, or of the loop's lines."""
     return [float(number) for number in re.findall(r"(?:'loss': '?|step \d+ loss )(-?[\d.]+(?:e-?\d+)?)", text)]
 
 
 def share_right(text):
-    """What a script's own measure says in the last line of an evaluation."""
+    """Return what a script's own measure says in the last line of an evaluation."""
     return float(re.findall(r"'eval_right': '?([\d.]+)", text)[-1])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def run(script: str, arguments: list[str], port: str, log: str) -> None:
-    """What `python SCRIPT ARGUMENTS` does, into a log; ends this process."""
+    """Do what `python SCRIPT ARGUMENTS` does, into a log; ends this process."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

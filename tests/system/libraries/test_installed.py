@@ -120,7 +120,7 @@ def test_installed_and_removed(python):
 
 
 def test_the_sdist_with_its_dependencies(distributions, python, tmp_path):
-    """What is around satisfies them, or pip would look for others; it installs what the wheel does."""
+    """The packages that are around satisfy them, or pip would look for others; it installs what the wheel does."""
     from_sdist = environment(tmp_path)
     said = pip(from_sdist, "install", "--no-index", "--no-build-isolation", distributions[1])
     for name in ("deepspeed", "torch", "triton", "transformers", "peft", "accelerate", "pydantic"):
@@ -398,7 +398,7 @@ def launched(python, job, *command):
 
 
 def script_of(launcher):
-    """What the console script of a launcher runs."""
+    """Return what the console script of a launcher runs."""
     module, _, function = launcher.partition(":")
     return ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
 

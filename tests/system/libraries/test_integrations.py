@@ -67,7 +67,7 @@ def commands():
 
 
 def environment_of(words):
-    """What `accelerate launch` tells its processes of the YAML."""
+    """Return what `accelerate launch` tells its processes of the YAML."""
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 

@@ -1,4 +1,4 @@
-"""What scripts ask of the Hugging Face Trainer, beside stock DeepSpeed: `lossless` has its bits."""
+"""Features of the Hugging Face Trainer, beside stock DeepSpeed: `lossless` has its bits."""
 
 import pytest
 import torch

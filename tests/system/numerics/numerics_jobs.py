@@ -140,7 +140,7 @@ def beside_a_reference(path):
 
 
 def beside_a_later_engine(path):
-    """What is printed of samples of an engine alone, beside a later one over its model, and when that is gone."""
+    """Return the printed samples of an engine alone, beside a later one over its model, and when that is gone."""
     later = []
 
     def told_step(running):

@@ -104,7 +104,7 @@ def test_an_engine_that_evaluates_only_is_not_observed(tmp_path):
 
 
 def test_beside_a_later_engine(tmp_path):
-    """What it cannot look at is said."""
+    """Samples say what they cannot look at."""
     alone, beside, after = run_two(jobs.beside_a_later_engine, path=str(tmp_path / "numerics.jsonl"))[0]
     assert "numerics of step 1" in alone and "dB" in alone and "a later engine" not in alone
     assert "numerics of step 2" in beside and "a later engine over this model has: call its destroy()" in beside
@@ -164,7 +164,7 @@ TRAVELLING = [
 
 
 def test_layers_that_travel_in_high_precision():
-    """Those that are named, and no others."""
+    """Samples list the named layers, and no others."""
     for of_rank in run_ranks(jobs.travelling, cases=[case | SKIPPED for case in TRAVELLING]):
         for case, found in zip(TRAVELLING, of_rank):
             for name, (as_it_rests, db) in found.items():

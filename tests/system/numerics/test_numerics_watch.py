@@ -46,7 +46,7 @@ def test_losses_that_stay_high_are_said_once():
 
 @pytest.mark.parametrize(("recipe", "accumulation"), [("zeropp", 2), ("fp8-lm", 1)])
 def test_samples_of_a_run_that_has_fallen_back(recipe, accumulation, tmp_path):
-    """What travels exactly is not listed, nor reduced once more to find that it does."""
+    """Samples neither list what travels exactly, nor reduce it once more to find that it does."""
     path = str(tmp_path / "numerics.jsonl")
     for kinds in run_two(jobs.sampled, path=path, recipe=recipe, accumulation=accumulation):
         assert {"gradients", "compute_activations", "compute_gradients"} <= kinds[jobs.SOON - 1]

@@ -90,7 +90,7 @@ def said(engine):
 
 
 def jumping(steps, high):
-    """What is said of a watch in `steps` steps, of which those in `high` have losses that jump."""
+    """Return what is said of a watch in `steps` steps, of which those in `high` have losses that jump."""
     events = [JUMP if place in high else [step] for place in range(1, steps + 1)]
     before, after = run(spec_of("fall_back"), [see(said), *itertools.chain(*events), see(said)]).seen
     return after[len(before) :]
@@ -152,7 +152,7 @@ def _fallen(**case):
 
 
 def without_memory():
-    """What two ranks raise where one of them has no memory to fall back."""
+    """Return what two ranks raise where one of them has no memory to fall back."""
 
     def formats_changed():
         raise torch.OutOfMemoryError("out of memory")

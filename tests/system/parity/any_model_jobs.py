@@ -37,7 +37,7 @@ class Outcome(Trace):
 
 
 def marker(case: Case, phase: str) -> str:
-    """What a rank prints before it runs a case, and what its errors begin with."""
+    """Return what a rank prints before it runs a case, and what its errors begin with."""
     return f"CASE {phase} {case.text()}"
 
 
@@ -238,7 +238,7 @@ class Run:
             fall_back(self.engine.optimizer)
 
     def do_hand(self) -> None:
-        """Who is handed what has changed holds every bit, and gets nothing twice of what nobody writes to."""
+        """Hand changed weights over: the receiver holds every bit, and gets nothing twice of what nobody writes to."""
         if not self.plugin:
             return
         first = self.source is None
@@ -256,7 +256,7 @@ class Run:
                 raise Mismatch(f"handed over again, though nobody writes to it: {twice}")
 
     def do_sync(self) -> None:
-        """What TRL's sync_ref_model does."""
+        """Do what TRL's sync_ref_model does."""
         pairs = list(zip(self.model.parameters(), self.reference.module.parameters()))
         flat = [p for pair in pairs for p in pair]
         with deepspeed.zero.GatheredParameters(flat, modifier_rank=0), torch.no_grad():

@@ -80,7 +80,7 @@ KINDS = ("parent", "regularizer", "tied use", "pair", "early and late", "weight_
 
 
 def inputs(rank, count, unequal):
-    """What a rank gives the model; `unequal`: ranks differ in what they use of blocks."""
+    """Return what a rank gives the model; `unequal`: ranks differ in what they use of blocks."""
     torch.manual_seed(5 + rank)
     return [(torch.randn(3, HIDDEN), not unequal or (rank + place) % 2 == 0) for place in range(count)]
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed has had before 0.19.7 and has removed: stock, `lossless` and `zeropp` train with it in turn."""
+"""Features that DeepSpeed had before 0.19.7 and has removed: stock, `lossless` and `zeropp` train with them in turn."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def beside_stock(case):
 
 
 def one_bit():
-    """What the engine's constructor raises."""
+    """Make an engine, whose constructor raises."""
     optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-3}}
     Spec(section("zeropp"), config={"optimizer": optimizer}, optimizer=None).engine()

@@ -50,7 +50,7 @@ def beside_stock(style, **options):
 
 
 def known_styles():
-    """Those that this DeepSpeed has."""
+    """Return the styles that this DeepSpeed has."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     needs = {"unmanaged": "managed_gradient_accumulation", "coalesced": "coalesce_grad_reduction"}

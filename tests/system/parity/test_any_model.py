@@ -27,7 +27,7 @@ SHRUNK = 3  # ... of the first few
 
 
 def chosen_cases() -> list[Case]:
-    """Those that ANY_MODEL asks for, else the ones of every run of the tests."""
+    """Return the cases that ANY_MODEL asks for, else the ones of every run of the tests."""
     asked = os.environ.get("ANY_MODEL", ALL)
     if asked.startswith("{"):
         return [parsed(asked)]
@@ -60,7 +60,7 @@ def run(cases: list[Case], phases=("plugin", "stock")):
 
 
 def kind_of(case: Case, phase: str, error: str) -> str:
-    """What a case that did not go through counts as: a failure of the plugin, or a reason why there is none."""
+    """Return what a case that did not go through counts as: a failure of the plugin, or a reason why there is none."""
     if phase == "stock":
         return "stock fails"
     if phase == "compare" or "did not finish" in error:

@@ -79,7 +79,7 @@ def test_evaluations_between_steps_change_nothing(recipe, limits, fields):
 
 
 def test_parameters_frozen_between_two_forwards():
-    """What is frozen after the engine was made is not stored: it stays as it is."""
+    """A parameter that is frozen after the engine was made is not stored: it stays as it is."""
     for (before, after), (expected,) in run_two(jobs.frozen_between_forwards):
         assert before == after == expected
 

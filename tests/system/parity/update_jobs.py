@@ -28,7 +28,7 @@ class Normalized(torch.optim.Optimizer):
 
 
 def direction(momentum):
-    """What one row or column alone does not tell."""
+    """Return a direction that one row or column alone does not tell."""
     if momentum.dim() == 2:
         momentum = momentum - momentum.mean(dim=0, keepdim=True) - momentum.mean(dim=1, keepdim=True)
     return momentum / (momentum.norm() + 1e-12)
@@ -102,6 +102,6 @@ def trained_and_resumed(steps=4):
 
 
 def refusals():
-    """What is said of matrices that are cut, and of options that the update refuses."""
+    """Return what is said of matrices that are cut, and of options that the update refuses."""
     cases = {"partition_split": "balance"}, {"momentum": 1.0}
     return [attempt(spec_of(NormalizedUpdate(), **options).engine) for options in cases]

@@ -40,7 +40,7 @@ from running import (
 import zeropp_fp8
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import SENT
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 
 # -- hpZ -----------------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class Moved:
 
 
 def secondary_shards(scope, node_size=2):
-    """What each action moves between nodes, and how many bytes the secondary shards hold."""
+    """Return what each action moves between nodes, and how many bytes the secondary shards hold."""
     tokens, moved = next(batches(1, dist.get_rank())), Moved()
     log = moved.log
 
@@ -372,7 +372,7 @@ def load_with_frozen_parameters():
 
 
 def refusals(cases):
-    """What is raised on this rank for fields of the section and keys of the ds_config, also by zero.Init alone."""
+    """Return the errors on this rank for fields of the section and keys of the ds_config, also by zero.Init alone."""
     messages = {}
     for name, (fields, config, through_init) in cases.items():
         model = (lambda: None) if through_init else llama
@@ -383,7 +383,7 @@ def refusals(cases):
 
 
 def start_table(fields=None):
-    """What a quantized engine and a stock engine print at start."""
+    """Return what a quantized engine and a stock engine print at start."""
     run(Spec(section("zeropp", **{**(fields or {}), "report": {"every": 2}})), [step, step])
     Spec(plugin=True).engine()
     return printed()

@@ -38,7 +38,7 @@ def plain(weights):
 
 
 def expected(engine, kind, tie, apart, merged):
-    """What an engine has to hold, of weights gathered by DeepSpeed, by PEFT on an ordinary model."""
+    """Return what an engine has to hold, of weights gathered by DeepSpeed, by PEFT on an ordinary model."""
     from peft import get_peft_model_state_dict
 
     weights, module = full_weights(engine.module), engine.module
@@ -142,7 +142,7 @@ def chosen(folder, limit, cases):
 
 
 def happens(story, checkpoint):
-    """What is said of adapters that go apart when they are merged or scaled."""
+    """Return what is said of adapters that go apart when they are merged or scaled."""
     engine, kind, apart, said = story.engine, story.how["kind"], story.how["apart"], {}
     story.tell("first")
     story.tell("nothing")

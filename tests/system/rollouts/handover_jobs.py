@@ -340,7 +340,7 @@ def attempt(action):
 
 
 def failures():
-    """What each rank says where one fails, and that the engine trains on."""
+    """Return what each rank says where one fails, and that the engine trains on."""
     from unittest import mock
 
     from peft.tuners.lora.layer import Linear
@@ -479,7 +479,7 @@ def bits(tensor):
 
 
 def through_trl():
-    """What TRL's own `sync_weights` sends to a server, with the plugin's iteration and with TRL's.
+    """Return what TRL's own `sync_weights` sends to a server, with the plugin's iteration and with TRL's.
 
     {way: (weights, most elements there, losses)}, whether TRL's method is replaced, and still is after `disable()`.
     """
@@ -527,7 +527,7 @@ def measured(runs, args):
 
 
 def refusals():
-    """What is said of sources that cannot be had, and by whom TRL is left as it is."""
+    """Return what is said of sources that cannot be had, and by whom TRL is left as it is."""
     from unittest import mock
 
     import peft

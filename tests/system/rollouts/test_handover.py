@@ -133,7 +133,7 @@ def test_what_fails_on_one_rank_is_raised_on_all():
 
 
 def test_to_another_process(tmp_path):
-    """What a stand-in reads by itself is what was handed over; nothing is said to it where nothing has changed."""
+    """A stand-in reads by itself what was handed over; nothing is said to it where nothing has changed."""
     limit = 20_000
     (found, *said), (_, *others) = run_two(jobs.to_a_stand_in, folder=str(tmp_path), limit=limit)
     calls = ["start", "update", "finish"]

@@ -1,4 +1,4 @@
-"""What stands between others' tests and the libraries here, in every process that a test starts.
+"""Patches between others' tests and the libraries here, in every process that a test starts.
 
 Python imports it at every start where this folder is in PYTHONPATH. On a CPU it says to Accelerate, transformers and
 DeepSpeed that ranks are on an accelerator: the tests ask for GPUs, and the libraries themselves allow neither DeepSpeed

@@ -1,4 +1,4 @@
-"""What a rank sends of how weights have changed, and what everybody makes of it."""
+"""Differences of weights: the bytes that a rank sends, and the weights that all make of them."""
 
 import math
 

@@ -20,7 +20,7 @@ COMPUTE = "compute"
 
 
 class Streams:
-    """What has to be over before that begins which is issued next, by stream, and what had to be for each work."""
+    """Work that has to be over before the next begins, by stream, and before each work."""
 
     def __init__(self):
         self.current = COMPUTE

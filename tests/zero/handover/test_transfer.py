@@ -1,4 +1,4 @@
-"""What of a hand-over needs no engine: how bytes are cut, and vLLM's classes around a source."""
+"""Parts of a hand-over that need no engine: how bytes are cut, and vLLM's classes around a source."""
 
 import sys
 import types

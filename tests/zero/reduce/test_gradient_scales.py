@@ -70,7 +70,7 @@ def test_a_gradient_that_is_not_finite_gives_no_scale(reductions):
 
 
 def count(scales, gradients=(0, 0), partial_sums=(0, 0), results=(0, 0)):
-    """What this rank, and each of the 4, has counted."""
+    """Return what this rank, and each of the 4, has counted."""
     scales._counts.copy_(torch.tensor([gradients, partial_sums, results]))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zeropp_fp8.config import PluginConfig
 from zeropp_fp8.zero.frozen.selection import StreamingStore
 from zeropp_fp8.zero.frozen.store import gather_stored, partition_stored, stored_weight
-from zeropp_fp8.zero.gather.adopted import by_engine
+from zeropp_fp8.zero.gather.attached import by_engine
 
 _STREAMING = "_zeropp_fp8_streaming"
 

@@ -41,7 +41,7 @@ class FrozenOperands:
         # By sharded.key, once they are known: fp32 [1] each, (the multiplier of decoding, that of encoding if needed).
         self._scales: dict[int, tuple[Tensor, Tensor | None] | None] = {}
 
-    def adopt(self, params: Iterable[Parameter]) -> None:
+    def attach(self, params: Iterable[Parameter]) -> None:
         """Take over those of an engine's parameters that are stored and are weights of layers that compute in FP8."""
         conversion = self._session.conversion
         if conversion is None:

@@ -93,13 +93,13 @@ class Stored(Storage):
 
     def __init__(self, route: Route) -> None:
         super().__init__(route)
-        self.operands = FrozenOperands(route.session)  # empty until parameters are adopted
+        self.operands = FrozenOperands(route.session)  # empty until parameters are attached
 
     def takes(self, param: Parameter) -> bool:
         return stored_weight(param) is not None
 
-    def adopt(self, params: Sequence[Parameter]) -> None:
-        self.operands.adopt(params)
+    def attach(self, params: Sequence[Parameter]) -> None:
+        self.operands.attach(params)
 
     def changed(self, params: Sequence[Parameter] | None) -> None:
         self.operands.changed(params)

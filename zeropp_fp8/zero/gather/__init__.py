@@ -16,5 +16,5 @@ hops.py          pending gathers: lanes and buffers
 gatherer.py      gathers, drops and writes back values of parameters; never asks for a unit's storage
 trace.py         the order in which a step fetches units
 coordinator.py   fetches, prefetches and releases units when DeepSpeed's hooks ask
-adopted.py       the plugin's state of a parameter, and lists with parameters of several engines
+attached.py      the plugin's state of a parameter, and lists with parameters of several engines
 """

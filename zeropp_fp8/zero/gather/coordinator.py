@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.gather.adopted import by_unit
+from zeropp_fp8.zero.gather.attached import by_unit
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.trace import FetchTrace
 from zeropp_fp8.zero.gather.units import Unit

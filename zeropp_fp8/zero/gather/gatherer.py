@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.zero.gather.adopted import (
+from zeropp_fp8.zero.gather.attached import (
     ParameterWire,
     by_engine,
     by_storage,

@@ -66,7 +66,7 @@ class GemmWeights:
         self.stale = True
         self.granularity: Granularity = "tensor"
 
-    def adopt(self, params: Iterable[Parameter]) -> None:
+    def attach(self, params: Iterable[Parameter]) -> None:
         """Attach the ZeRO-3 parameters among `params` that are weights of converted layers, if formats agree."""
         conversion, wire = self.session.conversion, self.session.formats.weights
         if conversion is None or wire is None:  # an engine that has fallen back has no wire format

@@ -22,7 +22,7 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import PendingGather, Unit
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError
-from zeropp_fp8.zero.gather.adopted import Owner, ParameterWire, by_engine, units_of
+from zeropp_fp8.zero.gather.attached import Owner, ParameterWire, by_engine, units_of
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
 
@@ -103,7 +103,7 @@ class Ownership:
                 for name, closure in self._gatherer.closures_of(param).items():
                     setattr(param, name, closure)
         for storage in self.storages:
-            storage.adopt([param for unit in units if unit.storage is storage for param in unit.params])
+            storage.attach([param for unit in units if unit.storage is storage for param in unit.params])
         self._find_own_units()
         self._gatherer.written(states)
 

@@ -228,8 +228,8 @@ class Sliced(Storage):
     def takes(self, param: Parameter) -> bool:
         return True
 
-    def adopt(self, params: Sequence[Parameter]) -> None:
-        super().adopt(params)
+    def attach(self, params: Sequence[Parameter]) -> None:
+        super().attach(params)
         for param in params:
             # DeepSpeed leaves padding uninitialized. A NaN there would be a difference that is always too large.
             sharded.shard(param).view(-1)[self.route.session.own_numel(param) :].zero_()

@@ -41,11 +41,11 @@ class Storage(ABC):
         """The parameters of these units are about to be placed."""
 
     def place(self, params: Sequence[Parameter]) -> None:
-        """Move parameters from DeepSpeed's slices to this storage, all or none. Collective, before `adopt`."""
+        """Move parameters from DeepSpeed's slices to this storage, all or none. Collective, before `attach`."""
 
-    def adopt(self, params: Sequence[Parameter]) -> None:
+    def attach(self, params: Sequence[Parameter]) -> None:
         """Parameters in this storage belong to the engine from now on."""
-        self.route.gemm_weights.adopt(params)
+        self.route.gemm_weights.attach(params)
 
     def changed(self, params: Sequence[Parameter] | None) -> None:
         """Weights (None: all) were written."""

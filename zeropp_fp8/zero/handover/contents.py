@@ -21,7 +21,7 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.formats.shapes import is_matrix
 from zeropp_fp8.zero.export.weights import Part, Weight, buffers, groups, tensors
 from zeropp_fp8.zero.frozen.store import stored_weight
-from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.handover.float8 import Float8Weights
 

@@ -24,7 +24,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.export.lockstep import Lockstep
 from zeropp_fp8.zero.export.weights import Weight, base_model, gathered, groups
 from zeropp_fp8.zero.frozen.store import value_dtype
-from zeropp_fp8.zero.gather.adopted import units_of
+from zeropp_fp8.zero.gather.attached import units_of
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.contents import NAME, Contents, Group
 from zeropp_fp8.zero.handover.float8 import Float8Weights
