@@ -186,13 +186,11 @@ def run(
     if data is None:
         data = batches(10**6, dist.get_rank())
     running = Running(spec.engine(model), iter(data))
-    try:
-        for event in events:
-            event(running)
-        for name in leaves:
-            setattr(running.trace, name, LEFT[name](running.engine))
-    finally:
-        running.engine.destroy()
+    for event in events:
+        event(running)
+    for name in leaves:
+        setattr(running.trace, name, LEFT[name](running.engine))
+    running.engine.destroy()  # not where an event has raised: it may wait for other ranks, and nobody would be told
     return running.trace
 
 
