@@ -470,9 +470,9 @@ def gathered(mine, control) -> list:
     """`mine` of all ranks."""
     import torch.distributed as dist
 
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine, group=control)
-    return everyones
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine, group=control)
+    return gathered
 
 
 def earlier(args) -> dict | None:

@@ -52,9 +52,9 @@ def measure(run: str, args, device: torch.device) -> dict:
         peak = torch.cuda.max_memory_allocated() - trainer.found_bytes
     # torch's AdamW may make its moments in the first step; low-precision states are there from the beginning.
     states = built + moment_bytes(optimizer)
-    everyones = [None] * args.ranks
-    torch.distributed.all_gather_object(everyones, (states, rest, peak or 0))
-    states, rest, peak_of_all = (max(column) for column in zip(*everyones))
+    gathered = [None] * args.ranks
+    torch.distributed.all_gather_object(gathered, (states, rest, peak or 0))
+    states, rest, peak_of_all = (max(column) for column in zip(*gathered))
     shard = trainer.parameters / args.ranks
     row = {
         "run": run,

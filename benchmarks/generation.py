@@ -206,9 +206,9 @@ def measure(run: str, args, device: torch.device) -> dict:
         "tx_bytes_per_node_token": sent / tokens if args.gbit is not None else None,
         **bounded_by,
     }
-    everyones = [None] * args.ranks
-    torch.distributed.all_gather_object(everyones, row)
-    slowest = max(everyones, key=lambda other: other["token_ms"])
+    gathered = [None] * args.ranks
+    torch.distributed.all_gather_object(gathered, row)
+    slowest = max(gathered, key=lambda other: other["token_ms"])
     if run not in PLAIN:
         engine.destroy()
     return {"round": args.round, **slowest}

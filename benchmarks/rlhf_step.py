@@ -97,9 +97,9 @@ def measure(name: str, args, device: torch.device) -> dict:
             rest = at_rest()
     mine = {"bytes": rest, "built": built, "peak": max(peaks[args.warmup :], key=lambda peak: peak or 0)}
     mine |= {"times": times[args.warmup :], "sent": sent[args.warmup :], "losses": losses}
-    everyones = [None] * args.ranks
-    torch.distributed.all_gather_object(everyones, mine)
-    row = _over_ranks(everyones) | {
+    gathered = [None] * args.ranks
+    torch.distributed.all_gather_object(gathered, mine)
+    row = _over_ranks(gathered) | {
         "run": name,
         "parameters": models.parameters,
         "trained_parameters": models.trained_parameters,
@@ -116,18 +116,18 @@ def _sent() -> int:
     return sent_bytes()
 
 
-def _over_ranks(everyones: list[dict]) -> dict:
+def _over_ranks(gathered: list[dict]) -> dict:
     """Of each iteration the slowest rank, the node that sent most, mean losses; bytes of the rank that has most."""
-    losses = zip(*(each["losses"] for each in everyones))
+    losses = zip(*(each["losses"] for each in gathered))
     row = {"losses": [{key: statistics.fmean(loss[key] for loss in ranks) for key in ranks[0]} for ranks in losses]}
     for index, phase in enumerate(("experience", "training")):
-        times = [max(step[index] for step in steps) for steps in zip(*(each["times"] for each in everyones))]
-        sent = [max(step[index] for step in steps) for steps in zip(*(each["sent"] for each in everyones))]
+        times = [max(step[index] for step in steps) for steps in zip(*(each["times"] for each in gathered))]
+        sent = [max(step[index] for step in steps) for steps in zip(*(each["sent"] for each in gathered))]
         row |= {f"{phase}_ms": statistics.median(times), f"{phase}_times_ms": times}
         row[f"{phase}_tx_bytes_per_node"] = statistics.median(sent)
     for when in ("bytes", "built"):
-        row[when] = max((each[when] for each in everyones), key=lambda kinds: kinds["all"])
-    row["peak_bytes"] = max((each["peak"] for each in everyones), key=lambda peak: peak or 0)
+        row[when] = max((each[when] for each in gathered), key=lambda kinds: kinds["all"])
+    row["peak_bytes"] = max((each["peak"] for each in gathered), key=lambda peak: peak or 0)
     return row
 
 

@@ -302,9 +302,9 @@ def bytes_of(trainer: LoraRun | BnbRun) -> dict[str, int | None]:
         "peak_bytes": trainer.meter.peak(),
         "rest_bytes": trainer.meter.bytes(),
     }
-    everyones = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyones, mine)
-    return {name: None if mine[name] is None else max(other[name] for other in everyones) for name in mine}
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return {name: None if mine[name] is None else max(other[name] for other in gathered) for name in mine}
 
 
 def unit_of(row: dict) -> tuple[str, int]:

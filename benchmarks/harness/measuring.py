@@ -106,9 +106,9 @@ def timed_steps(
         losses.append(loss.item())
     torch.distributed.barrier()
     timeouts = [after - before for before, after in pairwise([*timeouts[warmup:], tcp_timeouts()])]
-    everyones: list = [None] * torch.distributed.get_world_size()
+    gathered: list = [None] * torch.distributed.get_world_size()
     counted = {name: (count() - before[name]) / steps for name, count in counters.items()}
-    torch.distributed.all_gather_object(everyones, (counted, timeouts if os.environ["LOCAL_RANK"] == "0" else []))
+    torch.distributed.all_gather_object(gathered, (counted, timeouts if os.environ["LOCAL_RANK"] == "0" else []))
     timed = times[warmup:]
     return {
         "step_ms": statistics.median(timed),
@@ -116,8 +116,8 @@ def timed_steps(
         "max_ms": max(timed),
         "times_ms": timed,
         "losses": losses,
-        "tcp_timeouts": [sum(nodes) for nodes in zip(*(each for _, each in everyones if each))],
-        **{name: max(each[name] for each, _ in everyones) for name in counters},  # of the node that sent more
+        "tcp_timeouts": [sum(nodes) for nodes in zip(*(each for _, each in gathered if each))],
+        **{name: max(each[name] for each, _ in gathered) for name in counters},  # of the node that sent more
     }
 
 

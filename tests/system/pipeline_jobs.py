@@ -274,7 +274,7 @@ def two_engines_one_module(limits):
     model, other_model, tokens, log = small_llama(), small_llama(seed=7), some_batches(3), {}
     spec, own = spec_of("zeropp", limits, model=lambda: model), see(lambda engine: owners(model))
     look = see(lambda engine: (engine.optimizer.gatherer, full_weights(model)))
-    under_way = see(lambda engine: sum(unit.in_flight for unit in units_of(engine)))
+    under_way = see(lambda engine: sum(unit.is_pending for unit in units_of(engine)))
     events = [own, step, step, evaluate(tokens[2]), under_way, look]
     log["during"], log["under way"], (gatherer, weights) = run(spec, events, data=tokens).seen
     log["after"] = owners(model)

@@ -138,8 +138,8 @@ class FakeGatherer:
         self.stuck = set()  # id of parameters that cannot be released
 
     @property
-    def in_flight_numel(self):
-        return sum(unit.numel for unit in self.units if unit.in_flight)
+    def pending_numel(self):
+        return sum(unit.numel for unit in self.units if unit.is_pending)
 
     def names(self, what):
         """Indices of the units of all calls of one kind so far, in order; forgets every call."""
@@ -154,19 +154,19 @@ class FakeGatherer:
         self.calls.append(("first hops", unit))
 
     def start(self, unit, ahead=False):
-        if unit.in_flight:
+        if unit.is_pending:
             return
         assert not unit.live, "gathered twice"
         if ahead:
-            in_flight = sum(u.numel for u in self.units if u.in_flight)
-            self.ahead.append((unit, in_flight, self.live_numel, self.session.ledger.kind))
+            pending = sum(u.numel for u in self.units if u.is_pending)
+            self.ahead.append((unit, pending, self.live_numel, self.session.ledger.kind))
         self.calls.append(("ahead" if ahead else "start", unit))
         unit.pending = PendingGather(unit, asked_for=True)
 
     def finish(self, unit):
         if unit.live:
             return
-        assert unit.in_flight
+        assert unit.is_pending
         self.calls.append(("finish", unit))
         unit.pending = None
         unit.live = True
@@ -310,10 +310,10 @@ def test_at_least_the_next_unit_is_fetched_ahead():
     """Also where it alone exceeds both limits; and not more than it then."""
     pipeline = Pipeline([40, 50, 60], prefetch=1, live=1).learned()
     pipeline.fetch(0)
-    assert pipeline.indices("in_flight") == [1]
+    assert pipeline.indices("is_pending") == [1]
     pipeline.release(0)
     pipeline.fetch(1)
-    assert pipeline.indices("in_flight") == [2] and pipeline.indices("live") == [1]
+    assert pipeline.indices("is_pending") == [2] and pipeline.indices("live") == [1]
     assert pipeline.gatherer.names("start") == [0]
 
 
@@ -331,7 +331,7 @@ def test_at_least_the_next_unit_is_fetched_ahead():
 def test_both_limits_hold(prefetch, live, expected):
     pipeline = Pipeline([10, 7, 7, 5, 30], prefetch=prefetch, live=live).learned()
     pipeline.fetch(0)
-    assert pipeline.indices("in_flight") == expected
+    assert pipeline.indices("is_pending") == expected
     assert pipeline.gatherer.names("ahead") == expected
 
 
@@ -352,10 +352,10 @@ def test_fetching_ahead_waits_for_a_unit_that_must_be_released_first():
     pipeline.step([0, 1, 0, 2])
     pipeline.coordinator.reset_step()
     pipeline.fetch(0)
-    assert pipeline.indices("in_flight") == [1]
+    assert pipeline.indices("is_pending") == [1]
     pipeline.release(0)
     pipeline.fetch(1)
-    assert pipeline.indices("in_flight") == [0, 2] and pipeline.indices("live") == [1]
+    assert pipeline.indices("is_pending") == [0, 2] and pipeline.indices("live") == [1]
 
 
 def test_reuse_keeps_what_is_needed_soon():
@@ -490,9 +490,9 @@ def test_leftovers_of_the_backward_are_released():
 def test_everything_can_be_released():
     pipeline = Pipeline([4, 4, 4, 4], prefetch=4, persistent=[3]).learned()
     pipeline.fetch(0)
-    assert pipeline.indices("in_flight") == [1] and pipeline.indices("live") == [0, 3]
+    assert pipeline.indices("is_pending") == [1] and pipeline.indices("live") == [0, 3]
     pipeline.coordinator.release_and_reset_all(nn.Module())
-    assert pipeline.indices("in_flight") == pipeline.indices("live") == [] and pipeline.gatherer.live_numel == 0
+    assert pipeline.indices("is_pending") == pipeline.indices("live") == [] and pipeline.gatherer.live_numel == 0
     assert pipeline.gatherer.names("cancel") == [1]
     assert not any(unit.active_modules or unit.params[0].ds_active_sub_modules for unit in pipeline.units)
 
@@ -533,18 +533,18 @@ def test_limits_hold_in_every_order(data):
             assert units[index].live and gatherer.live_numel == sum(u.numel for u in units if u.live)
             following = units[visits[done][0]] if done < len(visits) else None
             if known and prefetch and device == "cuda" and live == reuse == PLENTY and following:
-                assert following.live or following.in_flight, "the next unit is on its way"
+                assert following.live or following.is_pending, "the next unit is on its way"
             before = gatherer.live_numel
             pipeline.release(index, forward)
             again = next((j for j in range(done, len(visits)) if visits[j][0] == index), None)
             near = again is not None and sum(numels[i] for i, _ in visits[done:again]) < reuse
             assert units[index].live == (known and near and before <= live)
-        assert not pipeline.indices("live") and not pipeline.indices("in_flight")
+        assert not pipeline.indices("live") and not pipeline.indices("is_pending")
         assert known or not gatherer.ahead
-        for unit, in_flight, live_numel, _ in gatherer.ahead:
-            fits = in_flight + unit.numel <= prefetch and live_numel + in_flight + unit.numel <= live
+        for unit, pending, live_numel, _ in gatherer.ahead:
+            fits = pending + unit.numel <= prefetch and live_numel + pending + unit.numel <= live
             # On a CPU the unit that is needed now is in flight too, and does not count.
-            assert prefetch > 0 and (device == "cpu" or in_flight == 0 or fits)
+            assert prefetch > 0 and (device == "cpu" or pending == 0 or fits)
 
 
 def test_a_run_that_only_saves_keeps_its_units_until_their_backward_is_over():

@@ -66,7 +66,7 @@ def test_units_of_blocks():
     tied_to_the_first = [["scale"], ["embed.weight"], of_block(0), of_block(1)]
     assert named_units(net, units) == [*tied_to_the_first, ["norm.weight", "norm.bias"], ["head.bias"]]
     assert [unit.numel for unit in units] == [1, 24, 28, 28, 8, 6]
-    assert not any(unit.persistent or unit.live or unit.in_flight for unit in units)
+    assert not any(unit.persistent or unit.live or unit.is_pending for unit in units)
 
 
 def test_units_of_modules_and_of_parameters():

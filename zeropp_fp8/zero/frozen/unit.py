@@ -1,4 +1,4 @@
-"""Stored weights in flight: what rests is what travels, and what it decodes to is all there is."""
+"""Gathers of stored weights: what rests is what travels, and what it decodes to is all there is."""
 
 from __future__ import annotations
 

@@ -198,10 +198,10 @@ class UnitCoordinator:
             return
         gatherer = self.gatherer
         start = max(self._prefetched_until, self._trace.position)
-        ahead = gatherer.hops.in_flight_numel - sum([unit.numel for unit in needed_now if unit.in_flight])
+        ahead = gatherer.hops.pending_numel - sum([unit.numel for unit in needed_now if unit.is_pending])
         for position, unit, kind in self._trace.coming(start):
             self._prefetched_until = position
-            if unit.in_flight:
+            if unit.is_pending:
                 continue
             if not sharded.missing(unit.params):
                 if not self._stays(unit):
@@ -286,7 +286,7 @@ class UnitCoordinator:
         with self._lock:
             self._in_backward.clear()
             for unit in self.gatherer.units:
-                if unit.in_flight:
+                if unit.is_pending:
                     self.gatherer.hops.cancel(unit)
                 unit.leave()
                 unit.looked_at.clear()

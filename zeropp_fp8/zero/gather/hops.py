@@ -48,13 +48,13 @@ class Hops:
     """The lanes and buffers of one engine's gathers.
 
     Attributes:
-        in_flight_numel: elements of units whose values are on their way.
+        pending_numel: elements of units whose values are on their way.
         outsized: units whose buffers do not come from the rings.
     """
 
     def __init__(self, route: Route) -> None:
         self.route, self.device, self._ledger = route, route.device, route.session.ledger
-        self.in_flight_numel = 0
+        self.pending_numel = 0
         self.outsized: Collection[Unit] = set()
         self._network = Lane(self.device)
         self._node = Lane(self.device)
@@ -164,7 +164,7 @@ class Hops:
             unit.pending = PendingGather(unit, unit.secondary)
         if not unit.pending.asked_for:
             unit.pending.asked_for = True
-            self.in_flight_numel += unit.numel
+            self.pending_numel += unit.numel
         if not (ahead and unit.pending.first_work and self.device.type == "cpu"):
             self._start_last(unit.pending)
 
@@ -184,7 +184,7 @@ class Hops:
         """The current stream has the last use of a gather's result; `lent`: operands are views of it."""
         pending, unit.pending = unit.pending, None
         if pending.asked_for:
-            self.in_flight_numel -= unit.numel
+            self.pending_numel -= unit.numel
         pending.give_back(lent)
 
     def cancel(self, unit: Unit) -> None:

@@ -107,7 +107,7 @@ class Arrived(NamedTuple):
 class Unit(ABC):
     """A group of parameters that are gathered together.
 
-    idle -> (first hops started ahead of need) -> in flight: asked for -> live: the parameters hold their values.
+    idle -> (first hops started ahead of need) -> pending: asked for -> live: the parameters hold their values.
 
     Attributes:
         persistent: kept gathered between steps.
@@ -152,7 +152,7 @@ class Unit(ABC):
         self.writes = next(_writes)
 
     @property
-    def in_flight(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether its values are on their way."""
         return self.pending is not None and self.pending.asked_for
 

@@ -58,7 +58,7 @@ class _Resident:
         self._marked.clear()
         for unit in self.gatherer.units:
             unit.storage.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
-            if unit.in_flight:
+            if unit.is_pending:
                 self.gatherer.hops.cancel(unit)
             if not unit.persistent:
                 self.gatherer.release(unit)

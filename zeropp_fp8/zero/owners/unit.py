@@ -1,4 +1,4 @@
-"""Parameters that have owners, in flight: each rank sends what it owns of a unit, codes and scales together.
+"""Gathers of parameters that have owners: each rank sends what it owns of a unit, codes and scales together.
 
 The gather of slices with rows of unequal size: a unit's payload is one row with all parts, those of one owner after the
 other, and each hop is one exchange. A weight that is the GEMM's operand and lies on one owner is in one piece in
