@@ -6,9 +6,10 @@ notes on a parameter in one slot. These are functions, not a class: hooks and op
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,8 @@ class Remembered:
         lossy: its values came through a quantized format.
         stored: its codes, if it is stored as codes (zero/frozen/store.py).
         operand: its gathered codes, for a product (compute/operand.py); meanwhile its values are NaN.
+        kept: the operand that `operand` is while there are codes. Its tensors stay: autograd saves them, not what is
+            in them, which is dropped and gathered again for backward.
         as_numbers: the codes are also decoded, because code other than the layer reads the values (DoRA's norm of the
             weight, a product that a model forms by itself): whenever the codes are there; backward needs them too.
         name: in the model, for errors.
@@ -37,6 +40,7 @@ class Remembered:
     lossy: bool = False
     stored: Any = None
     operand: Any = None
+    kept: Any = field(default=None, compare=False)  # it alone is no reason for a slot
     as_numbers: bool = False
     name: str | None = None
 
@@ -118,13 +122,38 @@ def set_dropped(param: Parameter, nothing: Tensor | None = None) -> None:
     param.ds_status = type(param.ds_status).NOT_AVAILABLE
 
 
+def set_operand(param: Parameter, operand: Any) -> None:
+    """Give an attached parameter its gathered codes, a Float8Operand."""
+    remembered = param.__dict__[SLOT]
+    kept = remembered.kept
+    if kept is None or not kept.is_like(operand):
+        kept = remembered.kept = operand.emptied()
+    kept.codes.data, kept.scale.data = operand.codes, operand.scale
+    remembered.operand = kept
+
+
+def drop_operand(param: Tensor) -> None:
+    """Drop the parameter's codes, if there are some."""
+    remembered = param.__dict__.get(SLOT)
+    if remembered is not None and remembered.operand is not None:
+        remembered.kept.codes.data = _nothing_of(remembered.kept.dtype, remembered.kept.codes.device)
+        remembered.operand = None
+
+
+@functools.cache
+def _nothing_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def drop(params: Iterable[Parameter], nothing: Iterable[Tensor]) -> None:
     """Drop operand and values of parameters that an engine gathers; `nothing` has one replacement per parameter."""
     for param, empty in zip(params, nothing):
         param.data = empty
         param.ds_status = type(param.ds_status).NOT_AVAILABLE
         remembered = param.__dict__[SLOT]
-        remembered.lossy, remembered.operand = False, None
+        remembered.lossy = False
+        if remembered.operand is not None:
+            drop_operand(param)
 
 
 def free(param: Parameter) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import itertools
 from types import MethodType
 
@@ -12,8 +13,11 @@ from models import compiled_by, llama
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from transformers.pytorch_utils import Conv1D
 
-from zeropp_fp8.compute import convert_linear_layers, operators, restore_linear_layers
+from zeropp_fp8 import sharded
+from zeropp_fp8.compute import casts, convert_linear_layers, operators, restore_linear_layers
+from zeropp_fp8.compute.scaling import ROLES
 
 SCALINGS = {
     "delayed": {"format": "fp8", "scaling": "delayed"},
@@ -164,7 +168,7 @@ def test_layers_are_let_go_of():
     numbers = [int(layer.number) for layer in (model[0].q_proj, model[0].v_proj)]
     assert all(number in operators._layers for number in numbers)
     restore_linear_layers(model)
-    assert not {"number", "casts_input", "precision"} & model[0].q_proj.__dict__.keys()
+    assert not {"number", "kind", "casts_input", "precision"} & model[0].q_proj.__dict__.keys()
     del model
     assert not any(number in operators._layers for number in numbers)
 
@@ -182,30 +186,65 @@ def check_contract(operator, arguments, tables):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("rows", [1, 16, 19, 130])
 def test_the_contract_of_torch(scaling, rows):
-    for dtype, transposed in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+    """Of casts of each operand, in each form, with a scale from before and without."""
+    for dtype, training in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         model, scales = blocks(scaling, dtype, count=1)
         layer = model[0].q_proj
-        x, granularity = torch.randn(rows, WIDTH).to(dtype), scales.granularity
-        cast = (x, layer.number, granularity, scales.codes_dtype("activations", dtype), True, transposed, transposed)
+        high = layer.precision.high
         for _ in range(2):  # the second time delayed scaling has a table
             tables = [t for t in (getattr(scales, "_scale", None),) if t is not None]
-            if transposed:  # for the gradient of the weight alone
-                check_contract(torch.ops.zeropp_fp8.cast_input.default, (*cast[:4], False, True, True), tables)
-            parts = check_contract(torch.ops.zeropp_fp8.cast_input.default, cast, tables)
-            returns_scale = transposed and scaling in ("current", "hybrid")
-            arguments = (*parts[:2], layer.weight.detach(), layer.bias.detach(), layer.number, granularity, dtype)
-            arguments += (WIDTH, returns_scale, transposed)
-            _, weight_scale = check_contract(torch.ops.zeropp_fp8.product.default, arguments, tables)
-            if transposed:
-                in_high = layer.precision.high.grad_weight
-                scale_t = parts[1 if granularity == "tensor" else 3]
-                saved = (x if in_high else parts[2], scale_t)
-                grad = torch.randn(rows, WIDTH).to(dtype)
-                shapes = (granularity, dtype, WIDTH, [WIDTH] * 2, dtype)
-                for needs in ((True, True), (True, False), (False, True)):
-                    backward = (grad, *saved, weight_scale, layer.number, *shapes, *needs)
-                    check_contract(torch.ops.zeropp_fp8.linear_backward.default, backward, tables)
+            for role, forms in itertools.product(ROLES, ((True, False), (False, True), (True, True))):
+                if role == "gradients" and high.grad_input and high.grad_weight:
+                    continue
+                matrix = torch.randn(rows, WIDTH).to(dtype)
+                arguments = (layer.number, role, layer.kind, *forms, training)
+                cast = torch.ops.zeropp_fp8.cast.default
+                parts = check_contract(cast, (matrix, None, *arguments), tables)
+                assert len(parts) == sum(forms) * (1 + (scales.granularity not in ("tensor", "rounded"))) + (
+                    scales.granularity == "tensor"
+                )
+                if scales.granularity == "tensor":
+                    again = check_contract(cast, (matrix, parts[-1], *arguments), tables)
+                    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(parts, again))
             scales.end_step()
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current", "per_channel", "block"])
+@pytest.mark.parametrize("conv1d", [False, True], ids=["linear", "conv1d"])
+def test_a_weight_that_is_there_as_codes(scaling, conv1d):
+    """A graph multiplies codes as eager code does, and backward those that have been gathered for it meanwhile."""
+    granularity = {"per_channel": "row", "block": "tile"}.get(scaling, "tensor")
+    if conv1d and granularity == "row":
+        pytest.skip("[in, out] has scales per column")
+    results = []
+    for in_a_graph in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        layer = Conv1D(WIDTH, WIDTH) if conv1d else nn.Linear(WIDTH, WIDTH)
+        model = nn.Sequential(nn.LayerNorm(WIDTH), layer)
+        report = convert_linear_layers(model, SCALINGS[scaling])
+        run = torch.compile(model, backend="aot_eager") if in_a_graph else model
+        sharded.remember(layer.weight, wire="an engine's")
+        cast = functools.partial(casts.cast_per_tensor, dtype=torch.float8_e4m3fn)
+        if granularity != "tensor":
+            cast = functools.partial(casts.cast_groups, granularity, dtype=torch.float8_e4m3fn)
+        for _ in range(STEPS):
+            values = torch.randn(WIDTH, WIDTH)
+            x = torch.randn(5, WIDTH, requires_grad=True)
+            sharded.set_operand(layer.weight, cast(values)[0])
+            y = run(x)
+            sharded.drop_operand(layer.weight)
+            assert layer.weight.zeropp_fp8.kept.codes.numel() == 0
+            sharded.set_operand(layer.weight, cast(-values)[0])  # the values of backward
+            y.square().sum().backward()
+            sharded.drop_operand(layer.weight)
+            report.scaling.end_step()
+            results.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
+            model.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for one, other in zip(results, results[STEPS:], strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # -- norms and SwiGLU --------------------------------------------------------------------------------------------------
@@ -271,8 +310,8 @@ def test_layers_that_share_an_input_cast_it_once():
         model, _ = llama_of(True)
         tokens = torch.arange(38).view(2, 19)
         model(input_ids=tokens, labels=tokens).loss.backward()
-    # q, k and v; o; gate and up; down
-    assert graphs == [{"cast_input": 4, "product": 7}, {"linear_backward": 7}]
+    # q, k and v; o; gate and up; down; and seven weights, which backward casts once more beside seven gradients
+    assert graphs == [{"cast": 4 + 7}, {"cast": 7 + 7}]
 
 
 class Writer(nn.Module):

@@ -78,22 +78,23 @@ class _LowPrecisionModule(nn.Module):
     """The base of converted modules; compute.convert_linear_layers makes them.
 
     Attributes:
-        number: by which operators find it (operators.py).
+        number, kind: by which operators find it, and what they know of it (operators.py).
         casts_input: (the layer by whose scale its input is cast in graphs,), in a tuple so that it is no submodule.
     """
 
     precision: LinearPrecision
     number: Tensor
+    kind: str
     casts_input: tuple[_LowPrecisionModule]
 
     def compute_in(self, precision: LinearPrecision) -> None:
         """Compute in low precision from now on."""
         self.precision, self.casts_input = precision, (self,)
-        self.number = operators.number_of(self)
+        self.number, self.kind = operators.number_of(self), operators.kind_of(precision)
 
     def compute_as(self, module_class: type[nn.Module]) -> None:
         """Be a plain layer again."""
-        del self.precision, self.casts_input, self.number
+        del self.precision, self.casts_input, self.number, self.kind
         self.__class__ = module_class
 
     def __setstate__(self, state: dict) -> None:

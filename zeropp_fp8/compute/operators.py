@@ -1,30 +1,30 @@
-"""The parts of a low-precision linear layer as operators of torch, with which torch.compile keeps it in its graphs.
+"""A low-precision linear layer in graphs of torch.compile.
 
-    linear            the layer, which a trace takes apart into
-      cast_input        the operands of x; a graph makes equal calls once, so layers that share an input share them
-      product           y = x W^T
-      linear_backward   grad_input = g W, grad_weight = g^T x
+    linear    the layer, which a trace takes apart into
+      cast      the operands of a matrix; a graph makes equal calls once, so layers that share an input share them
+      products  y = x W^T, and in backward grad_input = g W, grad_weight = g^T x: torch's own operators
 
-Blocks of one class share a graph, whose inputs are tensors. But a weight may be there as codes on its Parameter, and
-scales lie in tables that casts write to: a graph gets the number of the layer, as a tensor, by which its operators find
-both. What they return is a graph's own, which may use its memory again.
+Blocks of one class share a graph, whose inputs are tensors. So a weight that is there as codes on its Parameter enters
+as these codes, in tensors that stay the same from gather to gather (`sharded.set_operand`): backward saves them and
+finds in them what was gathered for it. Scales lie in tables that casts write to: a graph gets the number of the layer,
+as a tensor, by which `cast` finds them. What `cast` returns is a graph's own, which may use its memory again.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, Float8Operand
-from zeropp_fp8.compute.products import product, products_of_gradient
-from zeropp_fp8.compute.scaling import Operand
+from zeropp_fp8 import sharded
+from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, TILE_SCALES, Float8Operand
+from zeropp_fp8.compute.products import HighPrecision, LinearPrecision, product, products_of_gradient
+from zeropp_fp8.compute.scaling import FP8_DTYPES, ROLES, Operand, Role
 
-# Codes and scale of the operand [R, C], and of the one [C, R]; one scale of all of it stands in the first place only.
-Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 library = torch.library.Library("zeropp_fp8", "DEF")
 _layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -42,133 +42,131 @@ def layer_of(number: Tensor) -> nn.Module:
     return _layers[number.item()]
 
 
+# -- what a graph knows of a layer -------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """What layers that share a graph have in common."""
+
+    granularity: str
+    formats: tuple[str, ...]  # in the order of ROLES
+    weight_is_transposed: bool
+    high: HighPrecision
+
+    def codes_dtype(self, role: Role, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.granularity == "rounded" else FP8_DTYPES[self.formats[ROLES.index(role)]]
+
+    def granularity_of(self, role: Role) -> str:
+        return "tile" if role == "weights" and self.granularity == "block" else self.granularity
+
+
+def kind_of(precision: LinearPrecision) -> str:
+    """A layer's kind as an argument of operators: text, for graphs are kept on disk for other processes."""
+    formats = ",".join(precision.scaling.formats[role] for role in ROLES)
+    flags = ",".join(str(int(flag)) for flag in (precision.weight_is_transposed, *precision.high))
+    return f"{precision.scaling.granularity} {formats} {flags}"
+
+
+@functools.cache
+def _kind(text: str) -> _Kind:
+    granularity, formats, flags = text.split()
+    transposed, *high = (flag == "1" for flag in flags.split(","))
+    return _Kind(granularity, tuple(formats.split(",")), transposed, HighPrecision(*high))
+
+
+class _ScalingInGraphs:
+    """Stands for a layer's `Scaling` while it is traced: its casts are nodes of the graph.
+
+    Args:
+        kind: of the layer.
+        number, caster: of the layer, and of the one by whose scale its input is cast.
+    """
+
+    def __init__(self, kind: str, number: Tensor, caster: Tensor) -> None:
+        self._kind, self._number, self._caster = kind, number, caster
+
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+        return self._cast(self._number, role, matrix, plain, transposed, scale, training)
+
+    def quantize_input(self, layer, x, plain, transposed, training):
+        matrix = x.reshape(-1, x.shape[-1])
+        return self._cast(self._caster, "activations", matrix, plain, transposed, None, training)
+
+    def _cast(self, number, role, matrix, plain, transposed, scale, training):
+        parts = torch.ops.zeropp_fp8.cast(matrix, scale, number, role, self._kind, plain, transposed, training)
+        (rows, columns), granularity = matrix.shape, _kind(self._kind).granularity_of(role)
+        shapes = [(rows, columns)] * plain + [(columns, rows)] * transposed
+        codes, scales = parts[: len(shapes)], parts[len(shapes) :]
+        if granularity != "rounded":
+            scales = scales * len(codes) if granularity == "tensor" else scales
+            codes = [Float8Operand(*each, granularity) for each in zip(codes, scales, shapes, strict=True)]
+        return codes[0] if plain else None, codes[-1] if transposed else None
+
+
+class _GatheredOperand(Float8Operand):
+    """Codes of a weight that enter a graph."""
+
+    def transposed(self) -> Float8Operand:
+        """As a graph makes them; sides are multiples of what GEMMs want (convert.py)."""
+        codes_t = self.codes.view(torch.uint8).t().contiguous().view(self.dtype)
+        scale = self.scale.t().contiguous() if self.granularity == "tile" else self.scale
+        return Float8Operand(codes_t, scale, self.shape[::-1], self.granularity)
+
+
+def _precision(kind: str, number: Tensor, caster: Tensor) -> LinearPrecision:
+    known = _kind(kind)
+    scaling = _ScalingInGraphs(kind, number, caster)
+    return LinearPrecision(scaling, 0, "a layer in a graph", known.weight_is_transposed, known.high)
+
+
+def _with_codes(weight: Tensor, codes: Tensor | None, scale: Tensor | None, kind: str) -> Tensor:
+    """The weight, which has its codes as a Parameter has them."""
+    if codes is not None:
+        granularity = _kind(kind).granularity_of("weights")
+        sharded.remember(weight, operand=_GatheredOperand(codes, scale, tuple(weight.shape), granularity))
+    return weight
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+library.define(
+    "linear(Tensor x, Tensor weight, Tensor? codes, Tensor? scale, Tensor? bias, Tensor number, Tensor caster, "
+    "str kind, bool training) -> Tensor"
+)
+
+
 def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """layer(x) of operators: x [..., in], the result [..., out].
 
     Args:
         layer: a converted layer, with the `weight` that is its Parameter.
     """
-    precision = layer.precision
-    scaling = precision.scaling
     training = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    needs_x_t = training and weight.requires_grad
+    known = getattr(weight, sharded.SLOT, None)  # a trace follows attributes, not __dict__
+    gathered = None if known is None else known.operand
+    codes, scale = (None, None) if gathered is None else (gathered.codes, gathered.scale)
     (caster,) = layer.casts_input
-    return torch.ops.zeropp_fp8.linear(
-        x,
-        weight,
-        bias,
-        layer.number,
-        caster.number,
-        scaling.granularity,
-        scaling.codes_dtype("activations", x.dtype),
-        weight.shape[1 if precision.weight_is_transposed else 0],
-        not precision.high.output,
-        needs_x_t and precision.high.grad_weight,
-        needs_x_t and not precision.high.grad_weight,
-        # With delayed scaling backward finds the scale in the table.
-        training and scaling.compute.scaling == "current" and not precision.high.output,
-        training,
-    )
-
-
-# -- an operand as tensors --------------------------------------------------------------------------------------------
-
-
-def _parts(operand: Operand | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of an operand; what there is not is empty."""
-    if operand is None:
-        return like.new_empty(0), _empty(like, 0)
-    if isinstance(operand, Tensor):
-        return operand, _empty(like, 0)
-    # One scale may be a view of a table.
-    return operand.codes, operand.scale.clone() if operand.granularity == "tensor" else operand.scale
-
-
-def _like_parts(shape: Sequence[int], like: Tensor, granularity: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tensors as `_parts` gives them of the operand of a matrix [rows, K]."""
-    rows, summed = shape
-
-    def empty(*shape: int) -> Tensor:
-        return like.new_empty(shape, dtype=torch.float32)
-
-    multiple = {"tensor": ALIGNMENT, "row": ALIGNMENT, "block": BLOCK, "rounded": 1}[granularity]
-    codes = like.new_empty(rows, -(-summed // multiple) * multiple, dtype=dtype)
-    if granularity == "block":
-        return codes, empty(-(-summed // BLOCK), rows).t()
-    return codes, empty(*{"tensor": (1,), "row": (rows, 1), "rounded": (0,)}[granularity])
-
-
-def _parts_of_pair(pair: tuple[Operand | None, Operand | None], like: Tensor) -> Parts:
-    """The tensors of the operands of a matrix `like`."""
-    plain, transposed = pair
-    if isinstance(transposed, Float8Operand) and transposed.granularity == "tensor":
-        codes = _parts(plain, like)[0]
-        return codes, transposed.scale.clone(), transposed.codes, _empty(like, 0)
-    return *_parts(plain, like), *_parts(transposed, like)
-
-
-def _like_parts_of_pair(x: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool) -> Parts:
-    """Tensors as `_parts_of_pair` gives them of the operands of x [..., K]."""
-    rows, summed = x.shape[:-1].numel(), x.shape[-1]
-    codes, scale = _like_parts((rows, summed), x, granularity, dtype) if plain else _parts(None, x)
-    if not transposed:
-        return codes, scale, *_parts(None, x)
-    codes_t, scale_t = _like_parts((summed, rows), x, granularity, dtype)
-    return (codes, scale_t, codes_t, _empty(x, 0)) if granularity == "tensor" else (codes, scale, codes_t, scale_t)
-
-
-def _operand(codes: Tensor, scale: Tensor, shape: Sequence[int], granularity: str) -> Operand:
-    return codes if granularity == "rounded" else Float8Operand(codes, scale, tuple(shape), granularity)
-
-
-# -- operators --------------------------------------------------------------------------------------------------------
-
-library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor number, Tensor caster, str granularity, ScalarType dtype, "
-    "int features, bool plain, bool saves_input, bool transposed, bool returns_scale, bool training) -> Tensor"
-)
-library.define(
-    "cast_input(Tensor x, Tensor number, str granularity, ScalarType dtype, bool plain, bool transposed, "
-    "bool training) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
-)
-library.define(
-    "product(Tensor codes, Tensor scale, Tensor weight, Tensor? bias, Tensor number, str granularity, "
-    "ScalarType dtype, int features, bool returns_scale, bool training) -> (Tensor y, Tensor weight_scale)"
-)
-library.define(
-    "linear_backward(Tensor grad, Tensor saved, Tensor saved_scale, Tensor weight_scale, Tensor number, "
-    "str granularity, ScalarType dtype, int features, SymInt[] weight_shape, ScalarType weight_dtype, "
-    "bool needs_input, bool needs_weight) -> (Tensor grad_input, Tensor grad_weight)"
-)
+    return torch.ops.zeropp_fp8.linear(x, weight, codes, scale, bias, layer.number, caster.number, layer.kind, training)
 
 
 @torch.library.impl(library, "linear", "CompositeImplicitAutograd")
 def _linear(
     x: Tensor,
     weight: Tensor,
+    codes: Tensor | None,
+    scale: Tensor | None,
     bias: Tensor | None,
     number: Tensor,
     caster: Tensor,
-    granularity: str,
-    dtype: torch.dtype,
-    features: int,
-    plain: bool,
-    saves_input: bool,
-    transposed: bool,
-    returns_scale: bool,
+    kind: str,
     training: bool,
 ) -> Tensor:
-    saved, saved_scale = x if saves_input else None, None
-    operand = x.detach().reshape(-1, x.shape[-1]), _empty(x, 0)  # what a product in high precision takes
-    if plain or transposed:
-        parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, plain, transposed, training)
-        if transposed:
-            saved, saved_scale = parts[2], parts[1 if granularity == "tensor" else 3]
-        operand = parts[:2] if plain else operand
-    flags = (granularity, features, returns_scale, training)
-    return _Linear.apply(x, weight, bias, number, *operand, saved, saved_scale, *flags)
+    with torch.autocast(x.device.type, enabled=False):
+        precision = _precision(kind, number, caster)
+        operands = precision.input_operands(x.detach(), training and weight.requires_grad, training)
+        return _Linear.apply(x, weight, bias, codes, scale, number, operands, kind, training)
 
 
 class _Linear(torch.autograd.Function):
@@ -180,127 +178,101 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        codes: Tensor | None,
+        scale: Tensor | None,
         number: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        saved: Tensor | None,
-        saved_scale: Tensor | None,
-        granularity: str,
-        features: int,
-        returns_scale: bool,
+        operands: tuple[Operand, Operand | None],
+        kind: str,
         training: bool,
     ) -> Tensor:
-        y, weight_scale = torch.ops.zeropp_fp8.product(
-            codes, scale, weight, bias, number, granularity, x.dtype, features, returns_scale, training
-        )
+        precision, (x_q, x_t_q) = _precision(kind, number, number), operands
+        y, weight_scale = product(x_q, _with_codes(weight, codes, scale, kind), bias, precision, x.dtype, training)
         if training:
-            none = x.new_empty(0)
-            ctx.save_for_backward(
-                none if saved is None else saved, none if saved_scale is None else saved_scale, weight_scale, number
-            )
-            ctx.granularity = granularity
-            ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-            ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+            ctx.saved_x = _granularity_and_shape(x_t_q)
+            ctx.save_for_backward(weight, codes, scale, number, weight_scale, *_tensors_of(x_t_q))
+            ctx.kind, ctx.x_shape, ctx.x_dtype = kind, x.shape, x.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], features)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        weight, codes, scale, number, weight_scale, *saved = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grad_y.reshape(-1, grad_y.shape[-1])
-        grad_input = grad_weight = None
-        if needs_input or needs_weight:
-            grad_input, grad_weight = torch.ops.zeropp_fp8.linear_backward(
-                grad, *ctx.saved_tensors, ctx.granularity, ctx.x_dtype, ctx.x_shape[-1], ctx.weight_shape,
-                ctx.weight_dtype, needs_input, needs_weight,
+        x = Float8Operand(*saved, *ctx.saved_x) if len(saved) == 2 else saved[0] if saved else None
+        with torch.autocast(grad.device.type, enabled=False):
+            grad_input, grad_weight = products_of_gradient(
+                grad, x, _with_codes(weight, codes, scale, ctx.kind), weight_scale,
+                _precision(ctx.kind, number, number), ctx.x_dtype, needs_input, needs_weight,
             )  # fmt: skip
-        return (
-            grad_input.view(ctx.x_shape) if needs_input else None,
-            grad_weight if needs_weight else None,
-            grad.sum(0).to(ctx.bias_dtype) if needs_bias else None,
-            *(None,) * 9,
-        )
+            grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, *(None,) * 6
 
 
-def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
+def _tensors_of(operand: Operand | None) -> tuple[Tensor, ...]:
+    if isinstance(operand, Float8Operand):
+        return operand.codes, operand.scale
+    return () if operand is None else (operand,)
 
 
-@torch.library.impl(library, "cast_input", "CompositeExplicitAutograd")
-def _cast_input(
-    x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool, training: bool
-):
-    precision = layer_of(number).precision
-    matrix = x.reshape(-1, x.shape[-1])
-    pair = precision.scaling.quantize(precision.layer, "activations", matrix, plain, transposed, training=training)
-    return _parts_of_pair(pair, x)
+def _granularity_and_shape(operand: Operand | None) -> tuple:
+    return (operand.shape, operand.granularity) if isinstance(operand, Float8Operand) else ()
 
 
-@torch.library.register_fake("zeropp_fp8::cast_input", lib=library)
-def _(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool, training: bool):
-    return _like_parts_of_pair(x, granularity, dtype, plain, transposed)
+# -- the cast ----------------------------------------------------------------------------------------------------------
+
+library.define(
+    "cast(Tensor matrix, Tensor? scale, Tensor number, str role, str kind, bool plain, bool transposed, "
+    "bool training) -> Tensor[]"
+)
 
 
-@torch.library.impl(library, "product", "CompositeExplicitAutograd")
-def _product(
-    codes: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+@torch.library.impl(library, "cast", "CompositeExplicitAutograd")
+def _cast(
+    matrix: Tensor,
+    scale: Tensor | None,
     number: Tensor,
-    granularity: str,
-    dtype: torch.dtype,
-    features: int,
-    returns_scale: bool,
+    role: Role,
+    kind: str,
+    plain: bool,
+    transposed: bool,
     training: bool,
-):
-    layer = layer_of(number)
-    # K is never padded: convert.py
-    x_q = codes if layer.precision.high.output else _operand(codes, scale, codes.shape, granularity)
-    y, weight_scale = product(x_q, layer.own_weight(), bias, layer.precision, dtype, training)
-    return y, weight_scale.clone() if returns_scale else _empty(codes, 0)
+) -> list[Tensor]:
+    """The codes of the operands asked for, [R, C] before [C, R], then their scales: one where they share it."""
+    precision = layer_of(number).precision
+    pair = precision.scaling.quantize(precision.layer, role, matrix, plain, transposed, scale, training)
+    operands = [operand for operand, asked in zip(pair, (plain, transposed)) if asked]
+    if isinstance(operands[0], Tensor):
+        return operands
+    if operands[0].granularity == "tensor":
+        scales = [operands[0].scale.clone()]  # it may be a view of a table
+    else:
+        scales = [operand.scale for operand in operands]
+    return [operand.codes for operand in operands] + scales
 
 
-@torch.library.register_fake("zeropp_fp8::product", lib=library)
-def _(codes, scale, weight, bias, number, granularity, dtype, features, returns_scale, training):
-    return _empty(codes, codes.shape[0], features, dtype=dtype), _empty(codes, 1 if returns_scale else 0)
+@torch.library.register_fake("zeropp_fp8::cast", lib=library)
+def _(matrix, scale, number, role, kind, plain, transposed, training):
+    granularity, dtype = _kind(kind).granularity_of(role), _kind(kind).codes_dtype(role, matrix.dtype)
+    shapes = [matrix.shape] * plain + [matrix.shape[::-1]] * transposed
+    multiple = {"tensor": ALIGNMENT, "row": ALIGNMENT, "rounded": 1}.get(granularity, BLOCK)
+    codes = [matrix.new_empty(rows, -(-summed // multiple) * multiple, dtype=dtype) for rows, summed in shapes]
+    if granularity == "rounded":
+        return codes
+    if granularity == "tensor":
+        return [*codes, matrix.new_empty(1, dtype=torch.float32)]
+    return codes + [_like_scale(rows, summed, granularity, matrix) for rows, summed in shapes]
 
 
-@torch.library.impl(library, "linear_backward", "CompositeExplicitAutograd")
-def _linear_backward(
-    grad: Tensor,
-    saved: Tensor,
-    saved_scale: Tensor,
-    weight_scale: Tensor,
-    number: Tensor,
-    granularity: str,
-    dtype: torch.dtype,
-    features: int,
-    weight_shape: Sequence[int],
-    weight_dtype: torch.dtype,
-    needs_input: bool,
-    needs_weight: bool,
-):
-    layer = layer_of(number)
-    x: Operand | None = None
-    if needs_weight and layer.precision.high.grad_weight:
-        x = saved.reshape(-1, features).t()
-    elif needs_weight:
-        x = _operand(saved, saved_scale, (features, grad.shape[0]), granularity)
-    grad_input, grad_weight = products_of_gradient(
-        grad, x, layer.own_weight(), weight_scale if weight_scale.numel() else None, layer.precision, dtype,
-        needs_input, needs_weight,
-    )  # fmt: skip
-    return (
-        _empty(saved, 0, dtype=dtype) if grad_input is None else grad_input,
-        _empty(saved, 0, dtype=weight_dtype) if grad_weight is None else grad_weight,
-    )
+def _like_scale(rows: int, summed: int, granularity: str, like: Tensor) -> Tensor:
+    """A tensor as the scale of an operand [rows, K] is laid out."""
 
+    def empty(*shape: int) -> Tensor:
+        return like.new_empty(shape, dtype=torch.float32)
 
-@torch.library.register_fake("zeropp_fp8::linear_backward", lib=library)
-def _(grad, saved, saved_scale, weight_scale, number, granularity, dtype, features, *others):
-    weight_shape, weight_dtype, needs_input, needs_weight = others
-    return (
-        _empty(saved, *((grad.shape[0], features) if needs_input else (0,)), dtype=dtype),
-        _empty(saved, *(weight_shape if needs_weight else (0,)), dtype=weight_dtype),
-    )
+    columns = -(-summed // BLOCK)
+    if granularity == "row":
+        return empty(rows, 1)
+    if granularity == "block":
+        return empty(columns, rows).t()
+    return empty(-(-rows // BLOCK), -(-columns // TILE_SCALES) * TILE_SCALES)[:, :columns]

@@ -134,7 +134,7 @@ class Stored(Storage):
         self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
     ) -> None:
         for param in params:
-            sharded.remember(param, operand=None)
+            sharded.drop_operand(param)
         written += partition_stored(params, has_been_updated, free_data)
 
     def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:

@@ -182,7 +182,7 @@ class Gatherer:
                 sharded.set_full(param, value, lossy=not exact)
         for param, operand in operands:
             if wanted is None or sharded.key(param) in wanted:
-                sharded.attached(param).operand = operand
+                sharded.set_operand(param, operand)
                 dtype = unit.dtype_of(param)
                 if sharded.attached(param).as_numbers:
                     value = operand.dequantize(dtype)

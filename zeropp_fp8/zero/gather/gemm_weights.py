@@ -141,7 +141,8 @@ class GemmWeights:
     def _take(self, table: Tensor) -> None:
         """Set the scales: fp32, of all weights one after the other."""
         if self.granularity == "tensor":
-            views = table[::SCALE_STRIDE].split(1)
+            # Contiguous ones: graphs would copy each of a stride.
+            views = [place[:1] for place in table.split(SCALE_STRIDE)]
         else:
             views = [table[weight.scales].view(weight.scale_shape) for weight in self._weights.values()]
         self._scales = dict(zip(self._weights, views))

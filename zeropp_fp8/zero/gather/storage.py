@@ -113,7 +113,7 @@ class Storage(ABC):
             if free_data and sharded.is_full(param):
                 sharded.free(param)  # raises an exception while a module uses the parameter
             sharded.set_dropped(param)
-            sharded.remember(param, operand=None)
+            sharded.drop_operand(param)
 
     def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
         """The gathered parameters that on any rank differ in bits from the shard. Collective, one message."""
