@@ -46,7 +46,7 @@ def layer_of(number: Tensor) -> nn.Module:
 
 
 class _Kind(NamedTuple):
-    """What layers that share a graph have in common."""
+    """The common traits of layers that share a graph."""
 
     granularity: str
     formats: tuple[str, ...]  # in the order of ROLES
