@@ -11,6 +11,7 @@ from running import same
 BLOCKS, LAYERS, ALL = jobs.WAYS[:2], jobs.WAYS[:3], jobs.WAYS
 WHOLE = (*BLOCKS, "engine.compile")
 FP8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
+OPERANDS = {"compute": FP8, "weights": {"format": "fp8_e4m3"}}
 # Most of the time goes into tracing. By AOTAutograd, and for evaluation too: each way once, and what has operators of
 # the plugin; others as Dynamo traces them for training.
 TRACED = {"backend": "eager", "evaluations": 0}
@@ -25,7 +26,8 @@ CASES = {
     "mxfp8": {"recipe": "mxfp8", "ways": WHOLE},
     "fp8-lm": {"recipe": "fp8-lm", "ways": BLOCKS},
     "delayed": {"recipe": "zeropp", "fields": {"compute": {**FP8, "scaling": "delayed"}}, "ways": BLOCKS},
-    "operands": {"recipe": "zeropp", "fields": {"compute": FP8, "weights": {"format": "fp8_e4m3"}}, "ways": BLOCKS},
+    "operands": {"recipe": "zeropp", "fields": OPERANDS, "ways": WHOLE},
+    "operands, reentrant": {"recipe": "zeropp", "fields": OPERANDS, "checkpointing": "reentrant", "ways": BLOCKS},
 }
 OPAQUE = ("qlora",)  # its layers are called by graphs, and not traced
 
