@@ -23,9 +23,7 @@ from torch import Tensor
 from zeropp_fp8.comm.ledger import WireLedger, exact
 from zeropp_fp8.comm.topology import INTER, INTRA, Level
 
-# torch 2.13's names: DeepSpeed's names
-_LOGGED_AS = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_LOGGED_AS = {"all_gather_single": "all_gather_into_tensor"}  # torch 2.13's name: DeepSpeed's name
 _BYTES_BY_TIME = "send"  # an operation for which CommsLogger's rates are bytes divided by time
 
 
@@ -56,31 +54,10 @@ def issue(
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp, group: Any, ledger: WireLedger) -> None:
     """All-reduce a small tensor in place over all ranks of a group; the ring formula counts its bytes."""
-    _around_ring(dist.all_reduce, (tensor, op), tensor, group, ledger, None, rounds=2)
-
-
-def reduce_scatter(own: Tensor, message: Tensor, group: Any, ledger: WireLedger) -> None:
-    """Sum a flat tensor over all ranks of a group, of which this rank gets `own`; the ring formula counts its bytes.
-
-    `own` may be this rank's part of the message.
-    """
-    slowest = INTER if ledger.nodes > 1 else INTRA  # in a ring the slowest link decides the time
-    _around_ring(_reduce_scatter, (own, message), message, group, ledger, slowest, rounds=1)
-
-
-def _around_ring(
-    collective: Callable[..., dist.Work | None],
-    arguments: Sequence[Any],
-    moved: Tensor,
-    group: Any,
-    ledger: WireLedger,
-    link: str | None,
-    rounds: int,
-) -> None:
-    num_bytes, ranks = moved.numel() * moved.element_size() * rounds, ledger.world_size
+    num_bytes, ranks = tensor.numel() * tensor.element_size(), ledger.world_size
     where = f"of {ledger.kind} ({ranks} ranks)"
-    timed(ledger, collective, arguments, group, False, link, where, exact(num_bytes * (ranks - 1) / ranks))
-    ledger.sent_around_ring(num_bytes)
+    timed(ledger, dist.all_reduce, (tensor, op), group, False, None, where, exact(2 * num_bytes * (ranks - 1) / ranks))
+    ledger.sent_around_ring(num_bytes, rounds=2)
 
 
 def timed(
@@ -103,7 +80,7 @@ def timed(
             name = ""
     if not name and (times is None or link is None):
         return collective(*arguments, group=group, async_op=async_op)
-    work = Timed(collective, arguments, group, async_op)
+    work = Timed(collective, arguments, group)
     if times is not None and link is not None:
         times.append((link, work))
     if name:
@@ -158,15 +135,13 @@ class Timed(Span):
 
     at_end: Callable[[float], None] | None = None
 
-    def __init__(
-        self, collective: Callable[..., dist.Work], arguments: Sequence[Any], group: Any, async_op: bool = True
-    ) -> None:
+    def __init__(self, collective: Callable[..., dist.Work], arguments: Sequence[Any], group: Any) -> None:
         filled: Tensor | list[Tensor] = arguments[0]
         super().__init__((filled[0] if isinstance(filled, list) else filled).is_cuda)
         self.__enter__()
         self._work = collective(*arguments, group=group, async_op=True)
-        if self._events is not None or not async_op:
-            self._work.wait()  # on a GPU the stream waits, not the host: its later work must not count
+        if self._events is not None:
+            self._work.wait()  # the stream waits, not the host: its later work must not count
             self.__exit__()
         else:
             self._work.get_future().add_done_callback(self._ended)

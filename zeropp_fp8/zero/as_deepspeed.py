@@ -28,7 +28,6 @@ class Partitions:
 
     def __init__(self, stage) -> None:
         self.stage = stage
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by sharded.key: (partition, the same without padding)
 
     def order_is_known(self, params: list[Parameter]) -> None:
         """The order in which quantized gradients of `params` are reduced is known."""
@@ -42,13 +41,10 @@ class Partitions:
             again: the gradients are added to those that are there.
             headroom: the factor by which FP8 codes will be larger than with the shared scales alone.
         """
-        partitions, places = getattr(self.stage, GRAD_PARTITIONS), []
+        partitions, own_numel, places = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel, []
         for param in params:
-            partition = partitions[key := sharded.key(param)]  # offload_states and its inverse make new ones
-            known = self._own.get(key)
-            if known is None or known[0] is not partition:
-                known = self._own[key] = partition, partition.narrow(0, 0, self.stage.session.own_numel(param))
-            places.append(known[1])
+            partition, numel = partitions[sharded.key(param)], own_numel(param)
+            places.append(partition if partition.numel() == numel else partition.narrow(0, 0, numel))
         return places, None
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
@@ -210,6 +206,11 @@ def norm_of_squares(squares: Tensor, session, model_parallel: Callable[[Tensor],
         model_parallel(squares)
     norms = squares.sqrt()
     return torch.where(norms.isfinite(), norms, torch.full_like(norms, -1.0))
+
+
+def reduce_scatter(own: Tensor, message: Tensor, group) -> None:
+    """Sum a flat tensor over the ranks of a group; `own`, which may be a part of it, becomes this rank's part."""
+    ds_comm.reduce_scatter_fn(own, message, group=group)
 
 
 class Freed:

@@ -228,11 +228,11 @@ def _watched(link, computing, fields, recipe, steps):
         topology = engine.zeropp_fp8_session.topology
         slow = {"inter": topology.between.group, "intra": topology.within.group, "none": None}[link]
         exchange = SimpleNamespace(all_to_all_single=clock.slow(dist.all_to_all_single, slow))
-        reduce = clock.slow_bucket(issue._reduce_scatter, link == "inter")
+        reduce = clock.slow_bucket(ds_comm.reduce_scatter_fn, link == "inter")
         with (
             mock.patch.object(all_gather, "_all_gather_single", clock.slow(all_gather._all_gather_single, slow)),
             mock.patch.object(reduce_scatter, "dist", exchange),
-            mock.patch.object(issue, "_reduce_scatter", reduce),
+            mock.patch.object(ds_comm, "reduce_scatter_fn", reduce),
             contextlib.redirect_stdout(printed),
         ):
             yield

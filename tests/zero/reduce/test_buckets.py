@@ -12,7 +12,7 @@ from zeropp_fp8.zero.reduce.buckets import _message
 
 
 def deepspeeds(grads, world_size, rank, monkeypatch):
-    """What DeepSpeed sends of these gradients, and the parts of the result that a rank keeps."""
+    """Return the messages that DeepSpeed sends of these gradients, and the parts of the sum that a rank keeps."""
     sent = []
     ranks = SimpleNamespace(get_rank=lambda group: rank, get_world_size=lambda group: world_size)
     monkeypatch.setattr(coalesced_collectives, "dist", ranks)

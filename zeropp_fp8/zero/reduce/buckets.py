@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.comm.issue import reduce_scatter, timed_by_deepspeed
+from zeropp_fp8.comm.issue import timed_by_deepspeed
 from zeropp_fp8.comm.lanes import Lane, after, mark
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.zero.as_deepspeed import replaced
+from zeropp_fp8.zero.as_deepspeed import reduce_scatter, replaced
 
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
@@ -73,14 +74,13 @@ class Buckets:
 
     def finish(self) -> None:
         """End a backward: the current stream sees all its gradients where they are kept, so the host need not wait."""
-        stage = self.stage
-        if self._by_deepspeed:
-            stage.stock.independent_gradient_partition_epilogue()
-            return
-        self._reduce()
-        self._drain()
-        with replaced(stage, "reduce_and_partition_stream", _NoWait()):
-            stage.stock.independent_gradient_partition_epilogue()
+        stream = self.stage.reduce_and_partition_stream
+        if not self._by_deepspeed:
+            self._reduce()
+            self._drain()
+            stream = _NoWait()
+        with replaced(self.stage, "reduce_and_partition_stream", stream):
+            self.stage.stock.independent_gradient_partition_epilogue()
 
     def _drain(self) -> None:
         if self._under_way:
@@ -126,14 +126,21 @@ class Buckets:
         for param in params:
             param.grad = None  # the current stream has its last use
         self._lane.after_current()
-        with self._lane, session.ledger.counting("gradients"):
+        with self._lane:
             message.div_(world_size)
             own = message.view(world_size, -1)[session.topology.rank]
-            reduce_scatter(own, message, group, session.ledger)
-            session.ledger.stock_would_send(message.numel())
+            with self._counted(message.numel(), 1):
+                reduce_scatter(own, message, group)
             self.partition_grads(params, own.split(sizes))
             self._under_way.append((message, mark(session.device)))
-        self.waiting.clear()
+
+    def _counted(self, numel: int, rounds: int, dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
+        """Count `numel` elements that are reduced inside, and time it; `rounds` is 2 for an all-reduce."""
+        session = self.stage.session
+        with session.ledger.counting("gradients"):
+            session.ledger.sent_around_ring(numel * (dtype or self.stage.communication_data_type).itemsize, rounds)
+            session.ledger.stock_would_send(numel)
+        return timed_by_deepspeed(session.ledger, session.device.type == "cuda")
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: Sequence[Tensor]) -> list[Tensor]:
         """Write reduced gradients, or add them to those that this step has written.
@@ -141,29 +148,25 @@ class Buckets:
         DeepSpeed decides this for all parameters at once, by the number of forwards: with two backwards over one
         forward the second would overwrite the first.
         """
-        buffers, written = [], self.stage.reduction.written
-        keys = [sharded.key(param) for param in params_to_release]
+        stage, buffers, written = self.stage, [], self.stage.reduction.written
         for again in (False, True):
-            chosen = [index for index, key in enumerate(keys) if (key in written) == again]
-            if chosen:
-                params, parts = ([each[i] for i in chosen] for each in (params_to_release, grad_partitions))
-                buffers += self._take(params, parts, again)
-        for key in keys:
+            some = [(p, g) for p, g in zip(params_to_release, grad_partitions) if (sharded.key(p) in written) == again]
+            if not some:
+                continue
+            params, parts = map(list, zip(*some))
+            if self._by_deepspeed or stage.offload_optimizer:
+                buffers += stage.gradients.take(params, parts, again)
+                continue
+            places, _ = stage.gradients.destinations(params, again, headroom=1.0)
+            parts = [part[: place.numel()] for part, place in zip(parts, places)]
+            if again:
+                torch._foreach_add_(places, [part.to(stage.gradient_accumulation_dtype) for part in parts])
+            else:
+                torch._foreach_copy_(places, parts)
+        for key in map(sharded.key, params_to_release):
             self.waiting.pop(key, None)
-            written[key] = self.stage.backwards.ended
+            written[key] = stage.backwards.ended
         return buffers
-
-    def _take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
-        gradients = self.stage.gradients
-        if self._by_deepspeed or self.stage.offload_optimizer:
-            return gradients.take(params, parts, again)
-        places, _ = gradients.destinations(params, again, headroom=1.0)
-        parts = [part[: place.numel()] for part, place in zip(parts, places)]
-        if again:
-            torch._foreach_add_(places, [part.to(place.dtype) for part, place in zip(parts, places)])
-        else:
-            torch._foreach_copy_(places, parts)
-        return places
 
     # -- DeepSpeed's own buckets -------------------------------------------------------------------------------------
 
@@ -189,26 +192,15 @@ class Buckets:
             elif param.grad.is_cuda:  # autograd has added to the waiting gradient
                 stage.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(param.grad.device))
 
-    def _count(self, numel: int, communication_data_type: torch.dtype | None, rounds: int) -> None:
-        """Count `numel` elements that DeepSpeed reduces by itself; `rounds` is 2 for an all-reduce."""
-        ledger = self.stage.session.ledger
-        with ledger.counting("gradients"):
-            dtype = communication_data_type or self.stage.communication_data_type
-            ledger.sent_around_ring(numel * dtype.itemsize, rounds)
-            ledger.stock_would_send(numel)
-
     def avg_scatter_grads(self, params: list[Parameter], *communication_data_type: torch.dtype) -> list[Tensor]:
         """Reduce DeepSpeed's bucket to this rank's slices of the mean, by its reduce-scatter."""
-        session = self.stage.session
-        numel = sum(sharded.shard_numel(p) for p in params) * session.topology.world_size
-        self._count(numel, next(iter(communication_data_type), None), rounds=1)
-        with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
+        numel = sum(sharded.shard_numel(p) for p in params) * self.stage.session.topology.world_size
+        with self._counted(numel, 1, *communication_data_type):
             return getattr(self.stage.stock, AVG_SCATTER_GRADS)(params, *communication_data_type)
 
     def avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
         """Do so by an all-reduce of the whole bucket, for `"reduce_scatter": false`."""
-        self._count(buffer.numel(), next(iter(communication_data_type), None), rounds=2)
-        with timed_by_deepspeed(self.stage.session.ledger, buffer.is_cuda):
+        with self._counted(buffer.numel(), 2, *communication_data_type):
             return getattr(self.stage.stock, AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
 

@@ -117,27 +117,19 @@ class Reduction(StagePart):
             self.stage.hooks.order.begin()
 
     def gradients_of(self, params: list[Parameter]) -> list[Tensor]:
-        """Return the gradients that autograd has left at parameters.
-
-        Raises:
-            RuntimeError: a gradient is gone, or has not its parameter's size.
-        """
-        grads = []
+        """Return the gradients of parameters, contiguous."""
         for param in params:
-            grad = param.grad
-            if grad is None or grad.numel() != sharded.numel(param):
-                raise RuntimeError(self._not_its_gradient(param))
-            grads.append(grad if grad.is_contiguous() else grad.contiguous())
-        return grads
-
-    def _not_its_gradient(self, param: Parameter) -> str:
-        name = self.stage.param_names.get(param, str(sharded.key(param)))
-        if param.grad is None:
-            return (
-                f"the gradient of {name} is gone: another engine over the same model has taken it; call destroy() on "
-                "that engine before the next one is made"
-            )
-        return f"the gradient of {name} has {param.grad.numel()} elements, its parameter {sharded.numel(param)}"
+            numel = None if param.grad is None else param.grad.numel()
+            if numel == sharded.numel(param):
+                continue
+            name = self.stage.param_names.get(param, str(sharded.key(param)))
+            if numel is None:
+                raise RuntimeError(
+                    f"the gradient of {name} is gone: another engine over the same model has taken it; call destroy() "
+                    "on that engine before the next one is made"
+                )
+            raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {sharded.numel(param)}")
+        return [param.grad.contiguous() for param in params]
 
     @torch.no_grad()
     def reduce_unit(self, params: list[Parameter]) -> None:
