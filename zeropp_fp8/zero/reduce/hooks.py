@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -81,7 +82,8 @@ class GradientHooks:
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter, tensor: Tensor | None = None) -> None:
         """Also replace DeepSpeed's hook, which takes 30 Python calls per parameter to find where a backward ends."""
         stage = self.stage
-        stage.backwards.gradient_came()
+        if torch._C._current_graph_task_id() != stage.backwards.looked_at:
+            stage.backwards.gradient_came()
         if stage.buckets.are_stale:
             stage.buckets.zero_stale()
         if stage._coalesce_grad_reduction:
