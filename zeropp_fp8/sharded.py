@@ -108,11 +108,17 @@ def is_dropped(param: Tensor) -> bool:
 
 def set_full(param: Parameter, values: Tensor, lossy: bool = False) -> None:
     """Give the parameter its values, in its full shape; `lossy`: these differ in some bits from the stored ones."""
-    param.data = values
-    param.ds_status = type(param.ds_status).AVAILABLE
-    remembered = param.__dict__.get(SLOT)
-    if remembered is not None:
-        remembered.lossy = lossy
+    set_all_full([(param, values, not lossy)])
+
+
+def set_all_full(arrived: Iterable[tuple[Parameter, Tensor, bool]]) -> None:
+    """Do so for (parameter, its values, whether these are exact)."""
+    for param, values, exact in arrived:
+        param.data = values
+        param.ds_status = type(param.ds_status).AVAILABLE
+        remembered = param.__dict__.get(SLOT)
+        if remembered is not None:
+            remembered.lossy = not exact
 
 
 def set_dropped(param: Parameter, nothing: Tensor | None = None) -> None:
@@ -187,6 +193,7 @@ def gathered(params: list[Parameter], modifier_rank: int | None = None) -> Abstr
 # -- this rank's part ------------------------------------------------------------------------------------------------
 
 shard: Callable[[Parameter], Tensor] = attrgetter("ds_tensor.data")  # flat, with padding
+at_rest: Callable[[Parameter], Tensor] = attrgetter("ds_tensor")  # the same, to be read only
 # Elements of the part, with padding; if it is stored as codes, the number of elements that the codes stand for.
 shard_numel: Callable[[Parameter], int] = attrgetter("ds_tensor.ds_numel")
 shard_dtype: Callable[[Parameter], torch.dtype] = attrgetter("ds_tensor.dtype")

@@ -17,7 +17,7 @@ from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 926,  # sharded.py, 241 lines, is the one that knows DeepSpeed's parameters
+    "": 933,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2180,
     "compute": 2111,
     "config": 1885,
@@ -28,15 +28,15 @@ LINES = {
     "optim": 921,
     "plan": 1779,
     "plugin": 1594,
-    "zero": 2746,
+    "zero": 2761,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1299,
-    "zero/gather": 2877,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2885,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 832,
     "zero/handover": 853,
     "zero/owners": 968,
-    "zero/reduce": 1409,
+    "zero/reduce": 1513,
     "zero/states": 898,
 }
 # What the next features may add to the folders that they touch.

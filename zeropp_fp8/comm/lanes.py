@@ -126,7 +126,7 @@ class BufferRing:
         if storage is None or storage.numel() < num_bytes:
             storage = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._taken += 1
-        return storage[:num_bytes]
+        return storage if storage.numel() == num_bytes else storage[:num_bytes]
 
     def give_back(self, buffer: Tensor) -> None:
         """Give a buffer back: the current stream has its last use."""

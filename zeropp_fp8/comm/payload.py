@@ -151,7 +151,6 @@ class PayloadLayout:
 
     # -- tensors -> rows ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def encode(
         self,
         tensors: Sequence[Tensor],
@@ -254,7 +253,6 @@ class PayloadLayout:
 
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def decode(
         self, payload: Tensor, order: SliceOrder, tensors: Sequence[Tensor], places: Hashable | None = None
     ) -> None:
@@ -281,7 +279,6 @@ class PayloadLayout:
                 else:
                     _write_slices(group.wire_format.decode_rows(part, slice_numel, tensor.dtype), order, flat)
 
-    @torch.no_grad()
     def add(self, payload: Tensor, held: Held) -> Tensor:
         """Add the decoded rows of `payload` to the previous weights; unquantized tensors replace them.
 
@@ -321,7 +318,6 @@ class PayloadLayout:
         """Return fp32 [rows, slice numel]: the mean over ranks of tensor i in uint8 [ranks, rows, row_bytes]."""
         return self.formats[i].mean_of_rows(list(self._part(received, i)), self.slice_numels[i])
 
-    @torch.no_grad()
     def reduce_to_payload(
         self,
         received: Tensor,
@@ -348,7 +344,6 @@ class PayloadLayout:
                     continue
                 next_group.wire_format.encode_rows(self.mean(received, i), part)
 
-    @torch.no_grad()
     def reduce_to_tensors(
         self,
         received: Tensor,

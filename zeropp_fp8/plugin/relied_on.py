@@ -98,7 +98,7 @@ RELIED_ON_ATTRIBUTES: dict[tuple[str, str], str] = {
         reduce_and_partition_stream reduce_bucket_size _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         averaged_gradients clip_grad dp_process_group fp16_partitioned_groups_flat_id fp32_partitioned_groups_flat
         grad_partitions_flat_buffer grad_position sub_group_to_group_id _z3_optimizer
-        _grad_acc_hooks
+        _grad_acc_hooks contiguous_gradients gradient_predivide_factor enable_sanity_checks dtype
     """,
     (_OFFLOAD, "DeepSpeedZeRoOffload"): """
         module ds_z3_leaf_module param_coordinator pre_bwd_fn post_bwd_fn _max_available_parameters_in_numel

@@ -41,8 +41,11 @@ class Partitions:
             again: the gradients are added to those that are there.
             headroom: the factor by which FP8 codes will be larger than with the shared scales alone.
         """
-        partitions, own_numel = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel
-        return [partitions[sharded.key(param)].narrow(0, 0, own_numel(param)) for param in params], None
+        partitions, own_numel, places = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel, []
+        for param in params:
+            partition, numel = partitions[sharded.key(param)], own_numel(param)
+            places.append(partition if partition.numel() == numel else partition.narrow(0, 0, numel))
+        return places, None
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
         """Write or add these parts; returns their new places. The parameters' gradients are not needed any more."""
@@ -87,12 +90,16 @@ class Partitions:
         """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass per parameter.
 
         It is computed in fp64, as in DeepSpeed: squares of numbers above 1.8e19 overflow fp32, those of 1e-23 vanish in
-        it. Unquantized gradients keep DeepSpeed's norm, because `lossless` promises its bits.
+        it. Unquantized gradients take DeepSpeed's passes, because `lossless` promises its bits, and a multi-tensor pass
+        adds in another order.
         """
         stage, session = self.stage, self.stage.session
         plain = float(norm_type) == 2.0 and stage.model_parallel_group is None and gradients
-        if not (plain and session.config.quantizes_gradients):
+        if not plain:
             return stage.stock.get_grad_norm_direct(gradients, params, norm_type)
+        if not session.config.quantizes_gradients:
+            each = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+            return norm_of_squares(torch.stack(each).square().sum(), session)
         own = [g for g in gradients if g.numel()]
         total = torch.zeros((), dtype=torch.float64, device=session.device)
         if own:  # a rank may own nothing
@@ -199,6 +206,11 @@ def norm_of_squares(squares: Tensor, session, model_parallel: Callable[[Tensor],
         model_parallel(squares)
     norms = squares.sqrt()
     return torch.where(norms.isfinite(), norms, torch.full_like(norms, -1.0))
+
+
+def reduce_scatter(own: Tensor, message: Tensor, group) -> None:
+    """Sum a flat tensor over the ranks of a group; `own`, which may be a part of it, becomes this rank's part."""
+    ds_comm.reduce_scatter_fn(own, message, group=group)
 
 
 class Freed:

@@ -61,6 +61,10 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
+# As _Linear.apply, without its Python: it asks what `linear` knows.
+_apply, _alive = super(torch.autograd.Function, _Linear).apply, torch._C._functorch.unwrap_if_dead
+
+
 def lean_linear(stock_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A replacement for DeepSpeed's zero3_linear_wrap; functorch and autocast still use DeepSpeed's."""
 
@@ -71,6 +75,6 @@ def lean_linear(stock_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return stock_linear(input, weight, bias)
         # Without gradients (references, scores, tokens of a rollout) nothing is saved, and the autograd function would
         # be half of a call's host time.
-        return (_Linear.apply if torch.is_grad_enabled() else _product)(input, weight, bias)
+        return _apply(_alive(input), _alive(weight), bias) if torch.is_grad_enabled() else _product(input, weight, bias)
 
     return linear

@@ -72,6 +72,7 @@ class Session:
 
     Attributes:
         ranks_here: number of the group's ranks on this host.
+        own_numel: elements that this rank has of a ZeRO-3 parameter, without padding.
 
     Raises:
         ConfigError: the ranks' hosts do not fit the configuration; raised on every rank of these groups.
@@ -109,6 +110,7 @@ class Session:
         # Ids of parameters whose "weights" and "gradients" are always sent in full; the model keeps them alive.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
         self.placement = placement(self.topology.rank, world_size)
+        self.own_numel: Callable[[Parameter], int] = self.placement.own_numel
         self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
         self.device = sharded.device()
 
@@ -122,10 +124,6 @@ class Session:
     def sends_exactly(self, what: str, param: Parameter) -> bool:
         """Whether the "weights" or "gradients" of a parameter are sent in 16 or 32 bits, whatever the formats."""
         return is_vector(sharded.shape(param)) or id(param) in self.exact[what]
-
-    def own_numel(self, param: Parameter) -> int:
-        """Elements that this rank has of a ZeRO-3 parameter, without padding."""
-        return self.placement.own_numel(param)
 
     def places_like(self, other: Session | None, param: Parameter) -> bool:
         """Whether each rank has the same part of a parameter as in another engine; None: DeepSpeed's slices."""

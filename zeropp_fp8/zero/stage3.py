@@ -9,6 +9,7 @@ it is DeepSpeed's own.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -151,7 +152,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def _post_step(self, timer_names) -> None:
         """After the weights changed, drop all that was derived from them, and fetch persistent parameters again."""
         # For all parameters of the optimizer: one that was frozen later still moves by momentum and weight decay.
-        self.gatherer.weights_changed((p for group in self.fp16_groups for p in group), by_step=True)
+        self.gatherer.weights_changed(itertools.chain.from_iterable(self.fp16_groups), by_step=True)
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed import comm as ds_comm
 from deepspeed.profiling.flops_profiler import get_model_profile
-from deepspeed.runtime.zero import stage3 as by_deepspeed
 from models import batches, llama, section
 from recipes import section_of
 from running import Spec, backward, forward, on_engine, run, see, step, update, within
@@ -203,7 +202,7 @@ class _Clock:
         return slowed
 
     def slow_bucket(self, reduce, seconds):
-        """DeepSpeed's own reduction of gradients, around all ranks."""
+        """The reduction of gradients that are not quantized, around all ranks."""
 
         def slowed(*arguments, **options):
             self.buckets += 1
@@ -229,11 +228,11 @@ def _watched(link, computing, fields, recipe, steps):
         topology = engine.zeropp_fp8_session.topology
         slow = {"inter": topology.between.group, "intra": topology.within.group, "none": None}[link]
         exchange = SimpleNamespace(all_to_all_single=clock.slow(dist.all_to_all_single, slow))
-        reduce = clock.slow_bucket(by_deepspeed.reduce_scatter_coalesced, link == "inter")
+        reduce = clock.slow_bucket(ds_comm.reduce_scatter_fn, link == "inter")
         with (
             mock.patch.object(all_gather, "_all_gather_single", clock.slow(all_gather._all_gather_single, slow)),
             mock.patch.object(reduce_scatter, "dist", exchange),
-            mock.patch.object(by_deepspeed, "reduce_scatter_coalesced", reduce),
+            mock.patch.object(ds_comm, "reduce_scatter_fn", reduce),
             contextlib.redirect_stdout(printed),
         ):
             yield

@@ -5,8 +5,7 @@ import pytest
 from ranks import run_two
 
 # Functions of this project's zero/ and of DeepSpeed that one more block calls in a step: what was counted and 10 %.
-# (DeepSpeed's own way of reducing, which `lossless` keeps, is most of its calls.)
-MOST = {"zeropp": 450, "zeropp-4bit": 410, "zeropp-diff": 420, "fp8-lm": 600, "lossless": 965}
+MOST = {"zeropp": 365, "zeropp-4bit": 365, "zeropp-diff": 380, "fp8-lm": 595, "lossless": 365}
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +29,10 @@ def test_differences_cost_little_more_than_what_they_are_differences_of(found):
 
 
 def test_what_is_not_called_for_each_parameter(found):
-    """A block of nine parameters: two calls and a gradient each, and what DeepSpeed does as it reads them."""
+    """A block of nine parameters: a gradient each, and what DeepSpeed does as it reads them."""
     for rank in found:
         _, each = rank["zeropp"]
-        assert each["sharded.set_full"] == 18 and each["order.is_ready"] == 9
+        assert each["order.is_ready"] == 9 and "sharded.set_full" not in each
         assert "base_optimizer.update_hook_state_and_maybe_run_epilogue" not in each
         assert "placement.ranges" not in each and "route.format_of" not in each
 

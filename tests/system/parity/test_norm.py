@@ -6,7 +6,7 @@ from ranks import run_two
 
 CASES = {
     "stock": (None, {}),
-    "lossless": ("lossless", {}),
+    "lossless": ("lossless", {"gather_granularity": "module"}),
     "zeropp": ("zeropp", {}),
     "owners": ("zeropp", {"partition": "whole_tensor"}),
     "error feedback": ("zeropp", {"gradients": {"error_feedback": True}}),
@@ -30,6 +30,7 @@ def found():
 def test_norms_are_stocks(case, factor, found):
     for results in found:
         stock, mine = results["stock", factor], results[case, factor]
+        assert mine == stock or case != "lossless", "bit for bit"
         assert mine[0] == pytest.approx(stock[0], rel=0.05)
         assert mine[1] == stock[1] == 0, "a step was skipped"
         if factor >= 1:  # else AdamW's eps leaves weight decay only, which FP16 master weights round away

@@ -64,7 +64,7 @@ def by_unit(params: Iterable[Parameter]) -> dict[Unit, list[Parameter]]:
     """Parameters by the unit that holds them, in the order of each unit's first parameter."""
     units: dict[Unit, list[Parameter]] = {}
     for param in params:
-        units.setdefault(unit_of(param), []).append(param)
+        units.setdefault(sharded.attached(param).wire.unit, []).append(param)
     return units
 
 

@@ -31,10 +31,14 @@ class Regions:
     def __len__(self) -> int:
         return len(self.places)
 
-    def of(self, buffer: Tensor, index: int, ranks: int) -> Tensor:
-        """uint8 [ranks, size]: region `index` of flat uint8 `buffer` [ranks * rank_bytes]."""
+    def flat(self, buffer: Tensor, index: int, ranks: int) -> Tensor:
+        """uint8 [ranks * size]: region `index` of flat uint8 `buffer` [ranks * rank_bytes]."""
         start, size = self.places[index]
-        return buffer[start * ranks : (start + size) * ranks].view(ranks, size)
+        return buffer if size == self.rank_bytes else buffer[start * ranks : (start + size) * ranks]
+
+    def of(self, buffer: Tensor, index: int, ranks: int) -> Tensor:
+        """The same as rows, uint8 [ranks, size]."""
+        return self.flat(buffer, index, ranks).view(ranks, self.places[index][1])
 
     def all_of(self, buffer: Tensor, ranks: int) -> list[Tensor]:
         """Every region of a buffer."""

@@ -231,8 +231,7 @@ class UnitCoordinator:
                 self._in_backward.pop(submodule, None)
             elif submodule in self._in_backward:
                 return
-            self._leave(submodule)
-            for unit in self._members(submodule).units:
+            for unit in self._leave(submodule):
                 if not unit.active_modules and not unit.persistent and not self._stays(unit):
                     self._release(unit)
 
@@ -249,12 +248,14 @@ class UnitCoordinator:
                 self._in_backward[module] = calls
             return calls <= 0
 
-    def _leave(self, module: nn.Module) -> None:
+    def _leave(self, module: nn.Module) -> Iterable[Unit]:
+        """A module uses its parameters no more; returns their units."""
         (_, params, units), key = self._members(module), sharded.key(module)
         for param in params:
             sharded.users(param).discard(key)
         for unit in units:
             unit.active_modules.discard(key)
+        return units
 
     def leave_all(self) -> None:
         """No module uses its parameters any more; they may stay until something releases them."""
@@ -276,8 +277,7 @@ class UnitCoordinator:
         with self._lock:
             while self._in_backward:
                 module, _ = self._in_backward.popitem()
-                self._leave(module)
-                for unit in self._members(module).units:
+                for unit in self._leave(module):
                     if not unit.active_modules and not unit.persistent:
                         self._release(unit)
 

@@ -164,11 +164,11 @@ class Gatherer:
         if not missing:
             return
         unit.storage.check_usable(missing)
-        if unit.shards_are_values:
-            self._lend_shards(unit, missing)
-            return
         self.hops.start(unit)
         pending = unit.pending
+        if pending is None:  # there is nothing to gather
+            self._lend_shards(unit, missing)
+            return
         ledger.pay(pending.bill)
         with ledger.billed(pending.bill):
             ledger.stock_would_send(sum([self._padded_numel[sharded.key(p)] for p in missing]))
@@ -177,9 +177,7 @@ class Gatherer:
         pending.wait()
         values, operands, lent = unit.decode(pending.gathered)
         wanted = None if len(missing) == len(unit.params) else set(map(sharded.key, missing))
-        for param, value, exact in values:
-            if wanted is None or sharded.key(param) in wanted:
-                sharded.set_full(param, value, lossy=not exact)
+        arrived = [one for one in values if wanted is None or sharded.key(one[0]) in wanted]
         for param, operand in operands:
             if wanted is None or sharded.key(param) in wanted:
                 sharded.set_operand(param, operand)
@@ -189,7 +187,8 @@ class Gatherer:
                 else:
                     # Code that reads the values and bypasses compute/linear.py shall see NaN.
                     value = self._not_a_number(dtype).expand(sharded.shape(param))
-                sharded.set_full(param, value, lossy=True)
+                arrived.append((param, value, False))
+        sharded.set_all_full(arrived)
         self.hops.end(unit, lent)
         self._are_there(unit, missing)
 

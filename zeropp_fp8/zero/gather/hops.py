@@ -157,11 +157,13 @@ class Hops:
         `ahead`: the values are not needed yet. On a CPU the last hop is then left to the call that needs them, unless
         it can start at once, because waiting for the first hops would block.
         """
-        if unit.shards_are_values or (unit.pending is not None and unit.pending.gathered is not None):
-            return
         self.start_first(unit)
         if unit.pending is None:
+            if not unit.secondary_is_current:
+                return  # shards are values
             unit.pending = PendingGather(unit, unit.secondary)
+        elif unit.pending.gathered is not None:
+            return
         if not unit.pending.asked_for:
             unit.pending.asked_for = True
             self.pending_numel += unit.numel

@@ -114,7 +114,8 @@ class SlicedUnit(Unit):
             mine = [rows[start : start + have].view(-1) for rows in regions]
             have *= level.size
             start = own_row // have * have
-            self.wait_for(works)
+            if works:
+                self.wait_for(works)
             results = [rows[start : start + have].view(-1) for rows in regions]
             works = start_regions(results, mine, level, route.session.ledger)
         return works
@@ -142,9 +143,12 @@ class SlicedUnit(Unit):
 
     def shards(self) -> list[Tensor]:
         """This rank's slices of packed parameters, flat, without padding."""
-        device = self.route.device
-        slices = zip(self.packed, self._encoded_numels)
-        return [sharded.unpadded(p, numel).to(device, non_blocking=True) for p, numel in slices]
+        device, slices = self.route.device, []
+        for param, numel in zip(self.packed, self._encoded_numels):
+            own = sharded.at_rest(param)
+            own = own if own.numel() == numel else own.narrow(0, 0, numel)
+            slices.append(own if own.device == device else own.to(device, non_blocking=True))
+        return slices
 
     def _encode(self, own: list[Tensor]) -> None:
         """Encode into uint8 [1, size] of each region; without a secondary shard keep the bytes for the next gather.
@@ -167,8 +171,9 @@ class SlicedUnit(Unit):
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
         route = self.route
-        sent = [region.view(-1) for region in self._regions.all_of(held, route.reached)]
-        results = [region.view(-1) for region in self._regions.all_of(gathered, route.world_size)]
+        regions = range(len(self._regions))
+        sent = [self._regions.flat(held, index, route.reached) for index in regions]
+        results = [self._regions.flat(gathered, index, route.world_size) for index in regions]
         return start_regions(results, sent, route.last, route.session.ledger)
 
     def decode(self, gathered: Tensor) -> Arrived:

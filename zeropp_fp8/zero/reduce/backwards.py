@@ -21,14 +21,15 @@ class Backwards:
 
     Attributes:
         ended: the number of backwards that have ended since the last step.
+        looked_at: autograd's number of the last backward that was checked.
     """
 
     def __init__(self, stage) -> None:
         self.stage = stage
         self.ended = 0
         self._running: _Running | None = None  # the backward that has reached the model and has not ended
-        # Autograd's numbers of the last backward that was checked, and of the last one that is not the user's.
-        self._looked_at = self._passed_by = _NONE
+        self.looked_at = _NONE
+        self._passed_by = _NONE  # the number of the last backward that is not the user's
 
     @property
     def one_runs(self) -> bool:
@@ -44,25 +45,25 @@ class Backwards:
             RuntimeError: an exception has ended the last backward while gradients accumulate.
         """
         number = torch._C._current_graph_task_id()
-        if number in (self._looked_at, self._passed_by) or self._is_under_way(number):
+        if number in (self.looked_at, self._passed_by) or self._is_under_way(number):
             return
         trained = (param for group in reversed(self.stage.fp16_groups) for param in reversed(group))
         if any(map(is_still_to_come, trained)) or (only_engine and runs_to_its_leaves()):
             self._begin()
         else:
-            self._looked_at, self._passed_by = _NONE, number
+            self.looked_at, self._passed_by = _NONE, number
             _Running(self.stage.parameter_offload.release_backward_leftovers)
 
     def gradient_came(self) -> None:
         """Begin a parameter's backward, if it has not begun: it may have reached no module."""
         number = torch._C._current_graph_task_id()  # none if coalesced gradients are reduced, after all backwards
-        if number not in (self._looked_at, _NONE) and not self._is_under_way(number):
+        if number not in (self.looked_at, _NONE) and not self._is_under_way(number):
             self._begin()
 
     def _is_under_way(self, number: int) -> bool:
         """Whether the running backward, with this number of autograd's, has begun, or is not one of the user's."""
         self._forget_dead()
-        self._looked_at = number
+        self.looked_at = number
         # A loss in tiles goes backward inside the forward: these gradients wait for the user's backward.
         return self._running is not None or self.stage.gatherer.module_depth > 0
 

@@ -1,10 +1,11 @@
-"""Collect autograd's gradients, parameter by parameter, into units in their order or into DeepSpeed's buckets."""
+"""Collect autograd's gradients, parameter by parameter, into units in their order or into buckets as they come."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -18,7 +19,7 @@ class GradientHooks:
     """The gradient hooks of one stage.
 
     Attributes:
-        order: the order of the units; None if DeepSpeed's buckets are filled as gradients come.
+        order: the order of the units; None if buckets are filled as gradients come.
     """
 
     def __init__(self, stage) -> None:
@@ -81,10 +82,13 @@ class GradientHooks:
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter, tensor: Tensor | None = None) -> None:
         """Also replace DeepSpeed's hook, which takes 30 Python calls per parameter to find where a backward ends."""
         stage = self.stage
-        stage.backwards.gradient_came()
+        if torch._C._current_graph_task_id() != stage.backwards.looked_at:
+            stage.backwards.gradient_came()
         if stage.buckets.are_stale:
             stage.buckets.zero_stale()
-        if stage._coalesce_grad_reduction or self.order is None:
+        if stage._coalesce_grad_reduction:
+            return  # DeepSpeed calls this again when the script has run all of its backwards
+        if self.order is None:
             stage.buckets.put([param])
         elif getattr(param, "ds_grad_is_ready", True):  # false while a tiled computation still adds to it
             self.order.is_ready(param)

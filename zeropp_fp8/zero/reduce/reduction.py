@@ -100,7 +100,7 @@ class Reduction(StagePart):
         if ranks == 1:
             return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
         if not session.config.quantizes_gradients:
-            return (f"gradients {hop}", "none", self.trained_numel, "DeepSpeed's own flat reduce-scatter")
+            return (f"gradients {hop}", "none", self.trained_numel, "one reduce-scatter per bucket, as in stock")
         named = len(session.exact["gradients"])
         skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
         remarks = ("tensors of fewer than 2 dimensions exact", skipped, without_kernel(session.device, chosen))
@@ -116,19 +116,25 @@ class Reduction(StagePart):
         if self.stage.hooks.order is not None:
             self.stage.hooks.order.begin()
 
-    @torch.no_grad()
-    def reduce_unit(self, params: list[Parameter]) -> None:
-        """Quantize the gradients of a unit and send them; the result is written to where gradients are kept."""
-        unit = self.reducer.unit_of(params)
-        for param, name in zip(params, unit.names):
-            if param.grad is None:
+    def gradients_of(self, params: list[Parameter]) -> list[Tensor]:
+        """Return the gradients of parameters, contiguous."""
+        for param in params:
+            numel = None if param.grad is None else param.grad.numel()
+            if numel == sharded.numel(param):
+                continue
+            name = self.stage.param_names.get(param, str(sharded.key(param)))
+            if numel is None:
                 raise RuntimeError(
                     f"the gradient of {name} is gone: another engine over the same model has taken it; call destroy() "
                     "on that engine before the next one is made"
                 )
-            if (numel := param.grad.numel()) != sharded.numel(param):
-                raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {sharded.numel(param)}")
-        grads = [param.grad.contiguous() for param in params]
+            raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {sharded.numel(param)}")
+        return [param.grad.contiguous() for param in params]
+
+    @torch.no_grad()
+    def reduce_unit(self, params: list[Parameter]) -> None:
+        """Quantize the gradients of a unit and send them; the result is written to where gradients are kept."""
+        unit, grads = self.reducer.unit_of(params), self.gradients_of(params)
         if self.sums_numel and not self.at_boundary():
             self.reducer.sum_in_node(unit, grads, self.dtype)
         else:
@@ -163,18 +169,14 @@ class Reduction(StagePart):
         stage = self.stage
         if stage.hooks.order is not None:
             stage.hooks.order.finish()
-        quantizes = stage.session.config.quantizes_gradients
-        if quantizes:
+        if stage.session.config.quantizes_gradients:
             if self.at_boundary():
                 self.flush_accumulated()  # gradients that came twice in an earlier backward
             self.reducer.drain()  # the current stream now waits for all results, so that the host need not
         for part in stage.session.parts:
             part.backward_issued()
-        if quantizes:
-            stage.buckets.finish_quantized()
-            self._wait_for_copies_to_host()
-        else:
-            stage.stock.independent_gradient_partition_epilogue()
+        stage.buckets.finish()
+        self._wait_for_copies_to_host()
 
     def _wait_for_copies_to_host(self) -> None:
         """Wait for offloaded gradients: they are copied on the current stream, and the host reads them next."""
