@@ -9,7 +9,8 @@ recipe starts twice in a round: with an empty cache of Triton ("cold", as after 
 start has left there ("warm"). Stock compiles no kernel, and there are none on a CPU.
 
 A row is that of the rank that was last; of a run's rounds the fastest counts, since nothing but the machine makes a
-start slower than it need be. The target: at most 3 s more than stock.
+start slower than it need be. "Kernels" are those in the cache after the first step and after the second: each that was
+not there before was compiled, and waited for. The target: at most 3 s more than stock.
 """
 
 from __future__ import annotations
@@ -90,12 +91,13 @@ def show(result: dict) -> None:
         f"round(s); at most {TARGET:g} s more than stock"
     )
     names = "".join(f"{part.replace('_', ' '):>12}" for part in PARTS)
-    print(f"{'':<18}{'cache':>6}{names}{'to 1st step':>13}{'more':>8}{'kernels':>9}")
+    print(f"{'':<18}{'cache':>6}{names}{'to 1st step':>13}{'more':>8}{'kernels':>10}")
     for line in result["comparison"]:
         parts = "".join(cell(line["seconds"].get(part), 2, width=12) for part in PARTS)
         more = cell(line.get("more_s"), 2, width=8)
         total = cell(line["total_s"], 2, width=13)
-        print(f"{line['run']:<18}{line['cache']:>6}{parts}{total}{more}{line['kernels']:>9}  {verdict(line)}")
+        kernels = ", ".join(map(str, line["kernels"]))
+        print(f"{line['run']:<18}{line['cache']:>6}{parts}{total}{more}{kernels:>10}  {verdict(line)}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

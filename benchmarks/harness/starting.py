@@ -85,7 +85,8 @@ def start(args: argparse.Namespace) -> None:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     synchronize(device)
     parts.ended("initialize")
-    batches, losses = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device), []
+    batches = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device)
+    losses, kernels = [], []
     for part in PARTS[-2:]:
         loss = engine(next(batches))
         engine.backward(loss)
@@ -93,17 +94,19 @@ def start(args: argparse.Namespace) -> None:
         losses.append(loss.item())
         synchronize(device)
         parts.ended(part)
+        kernels.append(compiled_kernels())
     row = {"run": run, "cache": args.cache, "round": args.round, "seconds": parts.seconds, "losses": losses}
-    row |= {"total_s": sum(parts.seconds.get(part, 0.0) for part in FIRST_STEP), "kernels": compiled_kernels()}
+    row |= {"total_s": sum(parts.seconds.get(part, 0.0) for part in FIRST_STEP), "kernels": kernels}
     rows: list = [None] * args.ranks
     torch.distributed.all_gather_object(rows, row)
     if torch.distributed.get_rank() == 0 and args.round >= 0:
         append_to(args.out, "rows", max(rows, key=lambda each: each["total_s"]))
+    engine.destroy()
     torch.distributed.destroy_process_group()
 
 
 def compiled_kernels() -> int:
-    """Kernels in Triton's cache, which the ranks of a job share: each once, however many ranks have compiled it."""
+    """Kernels in Triton's cache, which a job's ranks share: each counts once, however many ranks have compiled it."""
     return len({path.parent for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")})
 
 
