@@ -6,7 +6,8 @@ Each start is one of fresh processes, as a launcher makes them, that train two s
 plugin's section as a user writes it. Every run starts in every round, forwards in even rounds and backwards in odd; a
 start of stock before them all is not counted, which reads from disk what all later ones find in memory. On GPUs a
 recipe starts twice in a round: with an empty cache of Triton ("cold", as after an installation), and with what that
-start has left there ("warm"). Stock compiles no kernel, and there are none on a CPU.
+start has left there ("warm"). Stock compiles no kernel, and there are none on a CPU. Compiled runs
+start where --runs names them: torch.compile takes a minute.
 
 A row is that of the rank that was last; of a run's rounds the fastest counts, since nothing but the machine makes a
 start slower than it need be. "Kernels" are those in the cache after the first step and after the second: each that was
