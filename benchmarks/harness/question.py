@@ -36,18 +36,20 @@ class Question:
         jobs: those of the arguments; default: each round in one group of ranks, odd rounds backwards.
         folders: in the repository, from which ranks import besides.
         links: what is there while the jobs are done; default: two emulated nodes where there is a --gbit.
+        worker: a module that ranks run instead of `work` and `line`, and that writes its rows itself.
     """
 
     name: str
     parse: Callable[[], argparse.Namespace]
     settings: Sequence[str]
-    work: Callable[[str, argparse.Namespace, torch.device], dict | None]
-    line: Callable[[dict], str]
     compared: Callable[[dict], dict]
     show: Callable[[dict], None]
+    work: Callable[[str, argparse.Namespace, torch.device], dict | None] | None = None
+    line: Callable[[dict], str] | None = None
     jobs: Callable[[argparse.Namespace], list[Job]] | None = None
     folders: Sequence[str] = ()
     links: Callable[[argparse.Namespace], contextlib.AbstractContextManager] | None = None
+    worker: str | None = None
 
     def answer(self) -> None:
         """Measure, print the table, and end with status 1 if a run failed; in a rank: do the runs of its job."""
@@ -58,7 +60,7 @@ class Question:
         settings = {name: getattr(args, name) for name in self.settings} | {"model": vars(SIZES[args.size])}
         args.out = str(Path(args.out).resolve())  # ranks may run elsewhere
         begin_result(args.out, describe(self.name) | {"settings": settings})
-        deadline, module = time.monotonic() + args.timeout, f"benchmarks.{self.name}"
+        deadline, module = time.monotonic() + args.timeout, self.worker or f"benchmarks.{self.name}"
         jobs = (self.jobs or rounds_together)(args)
         link = args.gbit is not None
         options = {"side_by_side": getattr(args, "side_by_side", 1), "namespaces": link, "folders": self.folders}

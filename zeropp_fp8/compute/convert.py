@@ -7,6 +7,7 @@ ZeRO-3 puts its hooks on modules, and works on parameters that zero.Init has par
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,12 +61,17 @@ class ConversionReport:
         return f"{len(self.converted)} linear layers converted" + (f"; left as they are: {skipped}" if skipped else "")
 
 
-@functools.cache
-def _conv1d_classes() -> tuple[type, type]:
-    """(transformers' Conv1D, the same in low precision)."""
-    from transformers.pytorch_utils import Conv1D
+def linear_classes() -> tuple[type, ...]:
+    """nn.Linear, and transformers' Conv1D where a model can have one: who makes a layer has imported its class."""
+    made = sys.modules.get("transformers.pytorch_utils")  # importing it takes seconds
+    return (nn.Linear,) if made is None else (nn.Linear, made.Conv1D)
 
-    class LowPrecisionConv1D(_LowPrecisionModule, Conv1D):
+
+@functools.cache
+def _in_low_precision(conv1d: type) -> type:
+    """transformers' Conv1D in low precision."""
+
+    class LowPrecisionConv1D(_LowPrecisionModule, conv1d):
         """transformers' Conv1D, whose weight is [in, out], with its GEMMs in FP8 or MX."""
 
         __repr__ = nn.Module.__repr__  # Conv1D's own does not call extra_repr
@@ -76,12 +82,7 @@ def _conv1d_classes() -> tuple[type, type]:
         def extra_repr(self) -> str:
             return f"nf={self.nf}, nx={self.nx}, {self.precision}"
 
-    return Conv1D, LowPrecisionConv1D
-
-
-def _full_shape(weight: Tensor) -> tuple[int, ...]:
-    """The shape of a Parameter, also of one that ZeRO-3 has partitioned."""
-    return tuple(sharded.shape(weight))
+    return LowPrecisionConv1D
 
 
 def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners: Counter) -> str | None:
@@ -89,11 +90,11 @@ def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners
         return "named in skip_modules"
     if high_precision_gemms(compute, name) == set(GEMMS):
         return "all of its GEMMs are named in high_precision_gemms"
-    if type(module) not in (nn.Linear, _conv1d_classes()[0]):
+    if type(module) not in linear_classes():
         return f"a {type(module).__name__}, which has a forward of its own"
     if owners[id(module.weight)] > 1:
         return "its weight is shared with another module"
-    shape = _full_shape(module.weight)
+    shape = sharded.shape(module.weight)
     if min(shape) < compute.min_features:
         return f"fewer than {compute.min_features} features"
     alignment = BLOCK if compute.scaling == "block" else ALIGNMENT  # of both features, for FP8 GEMMs
@@ -127,16 +128,15 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
             raise ValueError(f"convert_linear_layers: {name} was converted before; call restore_linear_layers first")
     report = ConversionReport(SCALINGS[compute.scaling](compute))
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    conv1d, low_precision_conv1d = _conv1d_classes()
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, conv1d)):
+        if not isinstance(module, linear_classes()):
             continue
         reason = _reason_to_skip(name, module, compute, owners)
         if reason is not None:
             report.skipped[name] = reason
             continue
-        is_conv1d = type(module) is conv1d
-        module.__class__ = low_precision_conv1d if is_conv1d else LowPrecisionLinear
+        is_conv1d = type(module) is not nn.Linear
+        module.__class__ = _in_low_precision(type(module)) if is_conv1d else LowPrecisionLinear
         high = HighPrecision(**dict.fromkeys(high_precision_gemms(compute, name), True))
         module.compute_in(LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d, high))
         report.converted[name] = module
@@ -166,4 +166,4 @@ def restore_linear_layers(model: nn.Module) -> None:
 def _restore(module: nn.Module) -> None:
     restore_fused(module)
     if isinstance(module, _LowPrecisionModule):
-        module.compute_as(nn.Linear if isinstance(module, nn.Linear) else _conv1d_classes()[0])
+        module.compute_as(nn.Linear if isinstance(module, nn.Linear) else linear_classes()[-1])

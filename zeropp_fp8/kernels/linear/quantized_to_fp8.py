@@ -68,7 +68,7 @@ def fp8_tile(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["multiplier_ptr"])
 def quantized_to_fp8_kernel(
     payload_ptr,
     rows_ptr,

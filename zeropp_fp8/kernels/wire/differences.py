@@ -148,7 +148,7 @@ def add_tile(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["largest_stride"], do_not_specialize_on_alignment=["largest_ptr"])
 def add_differences_kernel(
     payload_ptr,
     held_ptr,

@@ -17,10 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats import (
-    HALF_STEP_NAMES,
-    WireFormat,
-)
+from zeropp_fp8.formats import HALF_STEP_NAMES, WireFormat
 from zeropp_fp8.formats.base import KernelSpec
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
@@ -37,6 +34,7 @@ SUM_TILE = 512
 # 16 codes of 6 bits fill three words, so a thread must have 16 of them: with 8 the compiler exchanges codes between
 # threads, a hundred accesses to shared memory for a sum of 8 ranks.
 SIX_BIT_SUM_TILE = 1024
+MIN_STARTS = 16  # kernels are compiled anew for each length of `tile_starts`; a block of Llama has 9 tensors
 LARGEST_BLOCK = 16384
 _UNQUANTIZED_WIDTH = 1024
 SEGMENT_COLUMNS = 5
@@ -250,7 +248,8 @@ class SegmentTable:
         if blocks not in self._tile_starts:
             tiles = [-(-numel // (blocks * self.format.block_size)) for numel in self.slice_numels]
             starts = [sum(tiles[:index]) for index in range(len(tiles))]
-            beyond = [torch.iinfo(torch.int32).max] * (triton.next_power_of_2(len(starts)) - len(starts))
+            length = max(MIN_STARTS, triton.next_power_of_2(len(starts)))
+            beyond = [torch.iinfo(torch.int32).max] * (length - len(starts))
             table = torch.tensor(starts + beyond, dtype=torch.int32, device="cpu").to(self._device)
             self._tile_starts[blocks] = table, sum(tiles)
         return self._tile_starts[blocks]

@@ -218,7 +218,7 @@ def load_tile(tensor_ptr, end, tile, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["multipliers_ptr", "amax_ptr", "counts_ptr"])
 def quantize_kernel(
     base_ptr,
     payload_ptr,

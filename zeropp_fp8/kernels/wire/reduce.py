@@ -89,7 +89,7 @@ def mean_of_tiles(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["counts_ptr"])
 def reduce_to_payload_kernel(
     received_ptr,
     payload_ptr,
@@ -157,7 +157,7 @@ def write_mean(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["factors_ptr", "counts_ptr"])
 def reduce_to_tensors_kernel(
     received_ptr,
     base_ptr,

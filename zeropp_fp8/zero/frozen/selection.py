@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.compute.convert import linear_classes
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import WireFormat
@@ -34,9 +35,7 @@ def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
         return [] if isinstance(module, nn.Embedding) else [p for p in found if not is_vector(sharded.shape(p))]
-    from transformers.pytorch_utils import Conv1D
-
-    is_linear = isinstance(module, (nn.Linear, Conv1D)) and isinstance(module.weight, Parameter)
+    is_linear = isinstance(module, linear_classes()) and isinstance(module.weight, Parameter)
     return [module.weight] if is_linear else []
 
 
