@@ -25,10 +25,10 @@ LINES = {
     "formats": 2472,
     "kernels": 5277,
     "numerics": 1180,
-    "optim": 921,
+    "optim": 927,
     "plan": 1779,
     "plugin": 1594,
-    "zero": 2761,
+    "zero": 2983,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1298,
@@ -36,8 +36,8 @@ LINES = {
     "zero/generation": 832,
     "zero/handover": 853,
     "zero/owners": 968,
-    "zero/reduce": 1513,
-    "zero/states": 898,
+    "zero/reduce": 1514,
+    "zero/states": 925,
 }
 # What the next features may add to the folders that they touch.
 ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}

@@ -66,11 +66,13 @@ ROOMS = {
     "extra_state": {"session"},
     "bound": {"session", "stage_part"},
     "fall_back": {"session", "stage_part"},
-    "as_deepspeed": set(),
+    "chunks": set(),
+    "as_deepspeed": {"chunks"},
     "looking": set(),
     # The last two only where they are asked for.
     "stage3": {
         "session",
+        "chunks",
         "as_deepspeed",
         "reduce",
         "looking",

@@ -68,6 +68,12 @@ class StateBuffer:
         factors = self.factors(self.units(segment)).unsqueeze(-1)
         return (numbers * factors).view(-1)[:numel]
 
+    def decode_range(self, first: int, last: int) -> Tensor:
+        """fp32 of all blocks from element `first` to `last`, multiples of TILE; undefined in padding."""
+        rows = self.codes[first:last].view(-1, self.block_size)
+        factors = self.factors(slice(first // self.block_size, last // self.block_size))
+        return (self.storage.numbers_of(rows) * factors.unsqueeze(-1)).view(-1)
+
     def factors(self, units: slice = slice(None)) -> Tensor:
         """fp32: what codes with these scales are multiplied with."""
         return _ANY_SCALE.decode(self.scales[units])

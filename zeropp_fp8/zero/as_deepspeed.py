@@ -17,17 +17,61 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.zero.chunks import may_be_cut, step_by_chunks
 
 GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class Partitions:
-    """Reduced gradients in 16 or 32 bits, in DeepSpeed's buffer, until the step."""
+    """Reduced gradients in 16 or 32 bits, in DeepSpeed's partitions, until the step.
+
+    DeepSpeed keeps a buffer for all of them. Here a unit's are made when its first gradient comes, and dropped after
+    the step: where the activations of a forward take most memory, there are no gradients yet. Offloaded ones stay
+    DeepSpeed's.
+    """
 
     stays = None
 
     def __init__(self, stage) -> None:
         self.stage = stage
+
+    def _setup_for_real_optimizer(self) -> None:
+        stage = self.stage
+        if stage.offload_optimizer:
+            stage.stock._setup_for_real_optimizer()
+            return
+        set_up_without_buffer(stage)
+        params = {sharded.key(param): param for group in stage.fp16_groups for param in group}
+        setattr(stage, GRAD_PARTITIONS, _MadeWhenAsked(lambda key: self._make([params[key]], are_zeros=True)))
+
+    def _make(self, params: list[Parameter], are_zeros: bool) -> None:
+        """Make the partitions that are not there, in the memory of the main stream, whose activations leave it."""
+        stage, partitions = self.stage, getattr(self.stage, GRAD_PARTITIONS)
+        dtype, device, own_numel = stage.gradient_accumulation_dtype, stage.session.device, stage.session.own_numel
+        new = [param for param in params if sharded.key(param) not in partitions]
+        if not new:
+            return
+        numels = [param.partition_numel() for param in new]
+        are_zeros |= numels != [own_numel(param) for param in new]  # nobody writes the padding
+        make = torch.zeros if are_zeros else torch.empty
+        if device.type == "cuda":
+            main, here = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+            with torch.cuda.stream(main):
+                flat = make(sum(numels), dtype=dtype, device=device)
+            if here != main:
+                here.wait_stream(main)
+        else:
+            flat = make(sum(numels), dtype=dtype, device=device)
+        partitions.update(zip(map(sharded.key, new), flat.split(numels)))
+
+    def forget(self) -> None:
+        """The step has used the gradients, or they are not wanted: there are none until the next ones come."""
+        if self.stage.offload_optimizer:
+            return
+        partitions = getattr(self.stage, GRAD_PARTITIONS)
+        for partition in {p.untyped_storage().data_ptr(): p for p in partitions.values() if p.is_cuda}.values():
+            partition.record_stream(torch.cuda.current_stream(partition.device))
+        partitions.clear()
 
     def order_is_known(self, params: list[Parameter]) -> None:
         """The order in which quantized gradients of `params` are reduced is known."""
@@ -41,6 +85,7 @@ class Partitions:
             again: the gradients are added to those that are there.
             headroom: the factor by which FP8 codes will be larger than with the shared scales alone.
         """
+        self._make(params, are_zeros=again)
         partitions, own_numel, places = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel, []
         for param in params:
             partition, numel = partitions[sharded.key(param)], own_numel(param)
@@ -49,6 +94,7 @@ class Partitions:
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
         """Write or add these parts; returns their new places. The parameters' gradients are not needed any more."""
+        self._make(params, are_zeros=again)
         with replaced(self.stage, "micro_step_id", int(again)):  # DeepSpeed adds from 1 on
             return self.stage.stock.partition_grads(params, parts)
 
@@ -59,25 +105,29 @@ class Partitions:
 
     def drop(self, param: Parameter) -> None:
         """Set a gradient to zero."""
-        getattr(self.stage, GRAD_PARTITIONS)[sharded.key(param)].zero_()
+        partitions = getattr(self.stage, GRAD_PARTITIONS)
+        if sharded.key(param) in partitions:
+            partitions[sharded.key(param)].zero_()
 
     def of(self, group) -> list[Tensor]:
         """The gradients of a StateGroup in the form that an update takes."""
-        return self.destinations(group.params, again=False, headroom=1.0)[0]
+        return self.destinations(group.params, again=True, headroom=1.0)[0]
 
-    def flat(self, sub_group_id: int) -> Tensor:
-        """All gradients of a sub-group as one tensor, for a torch optimizer.
-
-        DeepSpeed records the reading stream for each partition, and looks the stream up in Python each time.
-        Partitions are views of few buffers, so this records the stream once per buffer.
-        """
+    def copy_range(self, sub_group_id: int, start: int, out: Tensor) -> None:
+        """Write a sub-group's gradients, for a torch optimizer, from its element `start` on to flat `out`."""
         partitions = self.stage.averaged_gradients[sub_group_id]
-        for partition in {p.untyped_storage().data_ptr(): p for p in partitions if p.is_cuda}.values():
-            partition.record_stream(torch.cuda.current_stream(partition.device))
-        return self.stage.flatten(partitions)
+        within = self.stage.ranges[sub_group_id].within(start, start + out.numel())
+        pieces = [partitions[index][first:last] for index, first, last, _ in within]
+        if pieces:
+            torch._foreach_copy_(out.split([piece.numel() for piece in pieces]), pieces)
 
     def has_overflow(self, partition_gradients: bool) -> bool:
-        return self.stage.stock.has_overflow(partition_gradients)
+        if self.stage.offload_optimizer or not partition_gradients:
+            return self.stage.stock.has_overflow(partition_gradients)
+        own = [partition for partition in getattr(self.stage, GRAD_PARTITIONS).values() if partition.numel()]
+        none = torch.zeros(1, dtype=torch.float32, device=self.stage.device)
+        amax = torch.stack(torch._foreach_norm(own, torch.inf)) if own else none
+        return on_any_rank(self.stage, amax.isfinite().all().logical_not_())
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         return self.stage.stock.get_fp32_grad_partitions()
@@ -121,10 +171,43 @@ class FP32States:
         if self._may_fuse and _use_fused_update(optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
 
+    def _by_chunks(self) -> bool:
+        """Whether fp32 gradients are made and used chunk by chunk; offloaded ones are there already."""
+        stage = self.stage
+        scales = getattr(stage, "torch_autocast_gradscaler", None)  # looks at gradients in each step
+        return not stage.offload_optimizer and scales is None and may_be_cut(stage.optimizer)
+
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
-        flat = self.stage.fp32_partitioned_groups_flat[sub_group_id]
-        flat.grad = self.stage.gradients.flat(sub_group_id).to(flat.dtype)
-        self.stage.averaged_gradients[sub_group_id] = None
+        if not self._by_chunks():
+            flat = self.stage.fp32_partitioned_groups_flat[sub_group_id]
+            flat.grad = torch.empty_like(flat, requires_grad=False)
+            self.stage.gradients.copy_range(sub_group_id, 0, flat.grad)
+            self.stage.averaged_gradients[sub_group_id] = None
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Tensor) -> None:
+        if self._by_chunks():
+            self._total_norm = total_norm
+        else:
+            self.stage.stock.unscale_and_clip_grads(sub_group_id, total_norm)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        stage, flats = self.stage, self.stage.fp32_partitioned_groups_flat
+        if not self._by_chunks():
+            stage.stock._optimizer_step(sub_group_id)
+            return
+        flat = flats[sub_group_id]
+
+        def step(start: int, part: Tensor) -> None:
+            flats[sub_group_id] = part  # DeepSpeed's methods take it for the whole
+            stage.gradients.copy_range(sub_group_id, start, part.grad)
+            stage.stock.unscale_and_clip_grads(sub_group_id, self._total_norm)
+            stage.stock._optimizer_step(sub_group_id)
+
+        try:
+            step_by_chunks(stage.optimizer, flat, step)
+        finally:
+            flats[sub_group_id] = flat
+        stage.averaged_gradients[sub_group_id] = None
 
     def write(self, param: Parameter, values: Tensor, key: str | None) -> None:
         """Replace this rank's part of a master weight (None) or of a state with this name."""
@@ -194,6 +277,37 @@ class SliceLayout:
     def to_parts(self, state_dict: dict) -> dict:
         """The inverse of `to_slices`."""
         return state_dict
+
+
+class _MadeWhenAsked(dict):
+    """Calls `make(key)`, which adds the entry, for a key that is not there."""
+
+    def __init__(self, make: Callable[[int], None]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: int) -> Tensor:
+        self._make(key)
+        return self[key]
+
+    def move(self, device: torch.device) -> None:
+        """Move all entries."""
+        self.update({key: tensor.to(device) for key, tensor in self.items()})
+
+
+def set_up_without_buffer(stage) -> None:
+    """DeepSpeed's set-up for an optimizer; its buffer for all gradients is empty in the end."""
+    with replaced(stage, "gradient_accumulation_dtype", torch.uint8):  # let it be small until then
+        stage.stock._setup_for_real_optimizer()
+    stage.grad_partitions_flat_buffer = torch.empty(0, dtype=stage.gradient_accumulation_dtype, device=stage.device)
+
+
+def on_any_rank(stage, flag: Tensor) -> bool:
+    """Whether a boolean is true on a rank, of tensor parallelism too."""
+    flag = flag.to(torch.uint8)
+    ds_comm.all_reduce(flag, op=ds_comm.ReduceOp.MAX, group=stage.dp_process_group)
+    stage._model_parallel_all_reduce(tensor=flag, op=ds_comm.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def norm_of_squares(squares: Tensor, session, model_parallel: Callable[[Tensor], None] | None = None) -> Tensor:

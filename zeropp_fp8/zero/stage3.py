@@ -15,13 +15,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, SliceLayout, replaced
+from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS, FP32States, Partitions, SliceLayout, replaced
 from zeropp_fp8.zero.attachment import Attachment
 from zeropp_fp8.zero.bound import StepWatch
+from zeropp_fp8.zero.chunks import Ranges
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
 from zeropp_fp8.zero.held_weights import HeldWeights
@@ -149,6 +151,11 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
         return make_state_groups(self.fp16_groups, self.session.own_numel, self.session.device)
 
+    @functools.cached_property
+    def ranges(self) -> list[Ranges]:
+        """Where parameters' partitions lie in the flat tensors of each sub-group."""
+        return [Ranges([param.partition_numel() for param in group]) for group in self.fp16_groups]
+
     def _post_step(self, timer_names) -> None:
         """After the weights changed, drop all that was derived from them, and fetch persistent parameters again."""
         # For all parameters of the optimizer: one that was frozen later still moves by momentum and weight decay.
@@ -187,6 +194,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self.session.ledger.end_step()
         for part in self.session.parts:
             part.step_counted()
+        self.gradients.forget()
 
     def _get_norm_groups(self):
         with self.session.ledger.counting("other"):
@@ -210,7 +218,18 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         for each in (self.states, self.gradients, self.layout):
             if each.stays is not None:
                 raise RuntimeError(f"zeropp_fp8: offload_states does not know {each.stays}")
+        partitions = getattr(self, GRAD_PARTITIONS)
         super().offload_states(*args, **kwargs)
+        setattr(self, GRAD_PARTITIONS, partitions)
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            partitions.move(self.grad_partitions_flat_buffer.device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:  # DeepSpeed would look for them in its buffer
+            self.offloaded_states.remove(OffloadStateTypeEnum.lp_grads)
+            self.grad_partitions_flat_buffer.data = self.grad_partitions_flat_buffer.to(self.session.device)
+            getattr(self, GRAD_PARTITIONS).move(self.session.device)
+        super().reload_states(non_blocking)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

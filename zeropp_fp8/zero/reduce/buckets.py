@@ -94,7 +94,8 @@ class Buckets:
         In stock, a parameter without a gradient keeps the last step's.
         """
         self.are_stale = False
-        self.stage.grad_partitions_flat_buffer.zero_()
+        self.stage.gradients.forget()
+        self.stage.grad_partitions_flat_buffer.zero_()  # offloaded ones
         for flat in self.stage.fp32_partitioned_groups_flat if self.stage.offload_optimizer else ():
             if flat.grad is not None:
                 flat.grad.zero_()

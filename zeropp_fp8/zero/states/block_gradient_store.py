@@ -93,13 +93,6 @@ class BlockGradientStore(GradientStore):
                 values.record_stream(torch.cuda.current_stream(values.device))
 
     @torch.no_grad()
-    def read(self, param: Parameter) -> Tensor:
-        group, segment = self._place[sharded.key(param)]
-        if not self._in_codes(group) or sharded.key(param) in self._summed:
-            return self._view(self._sums, param).to(torch.float32, copy=True)
-        return self._codes[id(group)].decode(segment)
-
-    @torch.no_grad()
     def close(self) -> None:
         for group in self.groups:
             members = enumerate(group.params) if self._in_codes(group) else ()
@@ -112,6 +105,9 @@ class BlockGradientStore(GradientStore):
         if self._in_codes(group):
             return self._codes[id(group)]
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
+
+    def _decoded(self, group: StateGroup, start: int, stop: int) -> Tensor:
+        return self._codes[id(group)].decode_range(start, stop)
 
     def _codes_squared(self, group: StateGroup, members: list[int]) -> Tensor:
         return self._codes[id(group)].square_sum(members)

@@ -40,7 +40,7 @@ class GradientStore(StagePart):
         self.format, self.element = wire_format, wire_format.name
         self.scales = scales
         self._lay_out(groups, dtype)
-        self._codes: dict = {id(g): self._zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
+        self._codes: dict = {id(g): _zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
         self._tables: dict[tuple, tuple] = {}  # by group and members: indices, and what the kernel needs
 
     def _lay_out(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ class GradientStore(StagePart):
         self._shown: dict[int, Tensor] = {}
         self._place = {sharded.key(p): (g, k) for g in self.groups for k, p in enumerate(g.params)}
         # By id(group): `dtype` [padded_numel]; of matrices made when needed.
-        self._sums = {id(g): self._zeros(g, dtype) for g in self.groups if not g.matrices}
+        self._sums = {id(g): _zeros(g, dtype) for g in self.groups if not g.matrices}
         self._summed: set[int] = set()  # sharded.key of matrices whose gradient is in a sum
         # By id(group): fp32 [params], gradient = code * this; from `close` until the next gradient comes.
         self._multipliers: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class GradientStore(StagePart):
     def formats_changed(self) -> None:
         """Hold gradients of matrices in 16 or 32 bits too, from now on."""
         self._keeps_numbers = True
-        self._sums = {id(g): self._zeros(g, self.dtype) for g in self.groups}
+        self._sums = {id(g): _zeros(g, self.dtype) for g in self.groups}
         self._summed.clear()
         self._multipliers.clear()
         self._codes.clear()
@@ -79,14 +79,10 @@ class GradientStore(StagePart):
         """Whether a group's gradients become codes."""
         return group.matrices and not self._keeps_numbers
 
-    @staticmethod
-    def _zeros(group: StateGroup, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(group.segments.padded_numel, dtype=dtype, device=group.segments.device)
-
     def _view(self, buffers: dict[int, Tensor], param: Parameter) -> Tensor:
         group, segment = self._place[sharded.key(param)]
         if id(group) not in buffers:
-            buffers[id(group)] = self._zeros(group, self.dtype)
+            buffers[id(group)] = _zeros(group, self.dtype)
         return group.segments.view(buffers[id(group)], segment)
 
     def view(self, param: Parameter) -> Tensor:
@@ -144,9 +140,8 @@ class GradientStore(StagePart):
         group, segment = self._place[sharded.key(param)]
         if not self._in_codes(group) or sharded.key(param) in self._summed:
             return self._view(self._sums, param).to(torch.float32, copy=True)
-        codes = self._view(self._codes, param)
-        numbers = self.format.decode_rows(codes.view(1, -1), codes.numel(), torch.float32).view(-1)
-        return numbers * self._multipliers_of(group)[segment]
+        start = group.segments.starts[segment]
+        return self._decoded(group, start, start + group.segments.padded(segment))[: group.segments.numels[segment]]
 
     @torch.no_grad()
     def write(self, param: Parameter, values: Tensor) -> None:
@@ -218,6 +213,35 @@ class GradientStore(StagePart):
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 
     @torch.no_grad()
+    def copy_ranges(self, ranges: Iterable[tuple[Parameter, int, Tensor]]) -> None:
+        """Write numbers from an element of this rank's part on to a flat tensor, and zeros beyond the part's end.
+
+        Each group decodes in one run all between the first and the last of its elements.
+        """
+        pieces: dict[int, tuple[StateGroup, list[tuple[int, Tensor]]]] = {}
+        for param, first, out in ranges:
+            group, segment = self._place[sharded.key(param)]
+            own = max(0, min(out.numel(), group.segments.numels[segment] - first))
+            if own < out.numel():
+                out[own:].zero_()
+            if own:
+                place = group.segments.starts[segment] + first
+                pieces.setdefault(id(group), (group, []))[1].append((place, out[:own]))
+        for group, found in pieces.values():
+            start, end = found[0][0] // TILE * TILE, found[-1][0] + found[-1][1].numel()
+            stop = -(-end // TILE) * TILE
+            numbers = self._decoded(group, start, stop) if self._in_codes(group) else self._sums[id(group)][start:stop]
+            own_numbers = [numbers[place - start :][: out.numel()] for place, out in found]
+            torch._foreach_copy_([out for _, out in found], own_numbers)
+
+    def _decoded(self, group: StateGroup, start: int, stop: int) -> Tensor:
+        """fp32 of a group's codes between two multiples of TILE, a copy; undefined in padding."""
+        rows = self._codes[id(group)][start:stop].view(-1, TILE)
+        tiles = group.segments.tile_segments[start // TILE : stop // TILE]
+        numbers = self.format.decode_rows(rows, TILE, torch.float32)
+        return numbers.mul_(self._multipliers_of(group)[tiles].unsqueeze(-1)).view(-1)
+
+    @torch.no_grad()
     def square_sum(self, sub_group: int, counted: Callable[[Parameter], bool] | None = None) -> Tensor:
         """fp64 scalar: the sum of squares of this rank's gradients of a sub-group; not finite where one of them is.
 
@@ -227,14 +251,13 @@ class GradientStore(StagePart):
         for group in self.groups:
             if group.sub_group == sub_group:
                 members = [k for k, p in enumerate(group.params) if counted is None or counted(p)]
-                squared = self._codes_squared if self._in_codes(group) else self._sums_squared
-                total += squared(group, members)
+                if self._in_codes(group):
+                    total += self._codes_squared(group, members)
+                else:
+                    vectors = [group.segments.view(self._sums[id(group)], k) for k in members]
+                    norms = torch._foreach_norm(vectors, 2, dtype=torch.float64) if vectors else []
+                    total += sum((norm.square() for norm in norms), start=0.0)
         return total
-
-    def _sums_squared(self, group: StateGroup, members: list[int]) -> Tensor:
-        vectors = [group.segments.view(self._sums[id(group)], k) for k in members]
-        norms = torch._foreach_norm(vectors, 2, dtype=torch.float64) if vectors else []
-        return sum((norm.square() for norm in norms), start=0.0)
 
     def _codes_squared(self, group: StateGroup, members: list[int]) -> Tensor:
         codes, factors = self._codes[id(group)], self._multipliers_of(group).double().square()
@@ -254,3 +277,7 @@ class GradientStore(StagePart):
         """Bytes of codes, vectors and sums."""
         buffers = (*self._codes.values(), *self._sums.values())
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+def _zeros(group: StateGroup, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(group.segments.padded_numel, dtype=dtype, device=group.segments.device)

@@ -14,7 +14,13 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS, Freed, norm_of_squares
+from zeropp_fp8.zero.as_deepspeed import (
+    GRAD_PARTITIONS,
+    Freed,
+    norm_of_squares,
+    on_any_rank,
+    set_up_without_buffer,
+)
 from zeropp_fp8.zero.states.block_gradient_store import BlockGradientStore
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import STAYS, StateGroup, as_partition
@@ -34,13 +40,8 @@ class StoredGradients:
         self.store: GradientStore | Freed | None = None
 
     def _setup_for_real_optimizer(self) -> None:
-        # DeepSpeed allocates a buffer for all gradients here, which the store replaces: let it be small.
-        stage, dtype = self.stage, self.stage.gradient_accumulation_dtype
-        stage.gradient_accumulation_dtype = torch.uint8
-        stage.stock._setup_for_real_optimizer()
-        stage.gradient_accumulation_dtype = dtype
-        stage.grad_partitions_flat_buffer = torch.empty(0, dtype=dtype, device=stage.device)
-        getattr(stage, GRAD_PARTITIONS).clear()
+        set_up_without_buffer(self.stage)
+        getattr(self.stage, GRAD_PARTITIONS).clear()
 
     def order_is_known(self, params: list[Parameter]) -> None:
         stage, session = self.stage, self.stage.session
@@ -74,22 +75,25 @@ class StoredGradients:
     def drop(self, param: Parameter) -> None:
         self.store.drop_sum(param)
 
+    def forget(self) -> None:
+        """Codes stay where they are."""
+
     # -- at the step -------------------------------------------------------------------------------------------------
 
     def of(self, group: StateGroup):
         return self.store.of(group)
 
-    def flat(self, sub_group_id: int) -> Tensor:
-        return torch.cat([self._partition(param) for param in self.stage.fp16_groups[sub_group_id]])
+    def copy_range(self, sub_group_id: int, start: int, out: Tensor) -> None:
+        """Write a sub-group's gradients, for a torch optimizer, from its element `start` on to flat `out`."""
+        params, within = self.stage.fp16_groups[sub_group_id], self.stage.ranges[sub_group_id].within
+        found = within(start, start + out.numel())
+        self.store.copy_ranges((params[k], first, out[place:][: last - first]) for k, first, last, place in found)
 
     def has_overflow(self, partition_gradients: bool) -> bool:
         stage = self.stage
         if not partition_gradients:
             return stage.stock.has_overflow(partition_gradients)
-        bad = torch.stack(self._square_sums()).isfinite().all().logical_not_().to(torch.uint8)
-        ds_comm.all_reduce(bad, op=ds_comm.ReduceOp.MAX, group=stage.dp_process_group)
-        stage._model_parallel_all_reduce(tensor=bad, op=ds_comm.ReduceOp.MAX)
-        return bool(bad.item())
+        return on_any_rank(stage, torch.stack(self._square_sums()).isfinite().all().logical_not_())
 
     def norms(self) -> list[Tensor]:
         stage = self.stage
