@@ -15,7 +15,7 @@ TILE_SCALES = 4
 Granularity = Literal["tensor", "row", "block", "tile"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # and not frozen: some 700 are made per step of 24 blocks
 class Float8Operand:
     """A matrix [rows, K] in FP8, where K is the axis that the GEMM sums over: value = code * scale.
 
@@ -63,15 +63,23 @@ class Float8Operand:
                 f"an operand with a scale per {self.granularity} cannot be transposed: quantize along both axes"
             )
         rows, summed = self.shape
-        padded = rows + -rows % (BLOCK if self.granularity == "tile" else ALIGNMENT)
-        if self.codes.device.type == "cuda" and self.codes.shape[1] == summed:
+        by_tile, codes = self.granularity == "tile", self.codes
+        padded = rows + -rows % (BLOCK if by_tile else ALIGNMENT)
+        if codes.shape[1] == summed and uses_kernels(codes):
             from zeropp_fp8.kernels.casts.transpose import transpose
 
-            codes_t = torch.empty(summed, padded, dtype=self.dtype, device=self.codes.device)
-            transpose(self.codes, codes_t)
+            codes_t = torch.empty(summed, padded, dtype=codes.dtype, device=codes.device)
+            transpose(codes, codes_t)
         else:  # as bytes: torch copies few things in float8
-            bytes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=self.codes.device)
-            bytes_t[:, :rows] = self.codes.view(torch.uint8)[:, :summed].t()
-            codes_t = bytes_t.view(self.dtype)
-        scale = self.scale.t().contiguous() if self.granularity == "tile" else self.scale
+            bytes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=codes.device)
+            bytes_t[:, :rows] = codes.view(torch.uint8)[:, :summed].t()
+            codes_t = bytes_t.view(codes.dtype)
+        scale = self.scale.t().contiguous() if by_tile else self.scale
         return Float8Operand(codes_t, scale, (summed, rows), self.granularity)
+
+
+def uses_kernels(matrix: Tensor) -> bool:
+    """Whether casts of a matrix are left to Triton's kernels."""
+    # Triton compiles an argument that is 1 into the kernel. ptxas (CUDA 12.8) crashes on tiles of a single column then,
+    # for which torch is good enough.
+    return matrix.is_cuda and matrix.shape[1] != 1
