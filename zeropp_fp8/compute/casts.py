@@ -87,13 +87,18 @@ def per_tensor(
     plain: bool,
     transposed: bool,
     use_kernels: bool | None = None,
+    right: tuple[bool, bool] = (False, False),
 ) -> Operands:
-    """`cast_per_tensor` where no history of the matrix is written, of arguments that are as they should be."""
+    """`cast_per_tensor` where no history of the matrix is written, of arguments that are as they should be.
+
+    Args:
+        right: which of the two copies a GEMM takes as its second operand: kernels make them so.
+    """
     if _with_kernels(matrix, use_kernels) and (plain or transposed):
         from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor
 
-        codes, codes_t, scale = cast_tensor(matrix.contiguous(), dtype, plain, transposed, scale, amax_out)
-        return _operands(matrix, codes, scale, codes_t, scale, "tensor")
+        codes, codes_t, scale = cast_tensor(matrix.contiguous(), dtype, plain, transposed, scale, amax_out, right)
+        return _operands(matrix, codes, scale, codes_t, scale, "tensor", right)
     if scale is None or amax_out is not None:
         amax = amax_of(matrix, use_kernels)
         scale = scale_of_amax(amax, dtype) if scale is None else scale
@@ -264,7 +269,7 @@ def _fused(
     from zeropp_fp8.kernels.casts.fused_casts import fused_cast
 
     codes, codes_t, values = fused_cast(*inputs, dtype, plain, transposed, scale, amax_out)
-    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
+    return *_operands(matrix, codes, scale, codes_t, scale, "tensor", (False, True)), values
 
 
 # -- torch reference ------------------------------------------------------------------------------------------------
@@ -375,9 +380,14 @@ def _operands(
     codes_t: Tensor | None,
     scale_t: Tensor | None,
     granularity: Granularity,
+    right: tuple[bool, bool] = (False, False),
 ) -> Operands:
     rows, columns = matrix.shape
     return (
-        None if codes is None else Float8Operand(codes, scale, (rows, columns), granularity),
-        None if codes_t is None else Float8Operand(codes_t, scale_t, (columns, rows), granularity),
+        None if codes is None else _operand(codes, scale, (rows, columns), granularity, right[0]),
+        None if codes_t is None else _operand(codes_t, scale_t, (columns, rows), granularity, right[1]),
     )
+
+
+def _operand(codes: Tensor, scale: Tensor, shape: tuple[int, int], granularity: Granularity, right: bool):
+    return Float8Operand(None if right else codes, scale, shape, granularity, codes if right else None)

@@ -72,12 +72,12 @@ def matmul_nt(
         # cuBLAS adds a bias in 16 bits only.
         fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
         out = torch._scaled_mm(
-            codes, b.codes.t(), a.scale, b.scale, fused, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+            codes, b.right, a.scale, b.scale, fused, out_dtype=out_dtype, use_fast_accum=fast_accumulation
         )
         bias = bias if fused is None else None
     elif granularity == "row":
         scales = a.scale, b.scale.t()
-        out = torch._scaled_mm(codes, b.codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+        out = torch._scaled_mm(codes, b.right, *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     else:
         out = _blockwise(a, b, out_dtype)
     return out if bias is None else out + bias.to(out_dtype)
@@ -99,7 +99,7 @@ def _blockwise(a: Float8Operand, b: Float8Operand, out_dtype: torch.dtype) -> Te
     scale_b, recipe_b = _block_scale(b)
     out = F.scaled_mm(
         a.codes,
-        b.codes.t(),
+        b.right,
         scale_a=scale_a,
         scale_recipe_a=recipe_a,
         scale_b=scale_b,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute import operators
-from zeropp_fp8.compute.differentiable_once import differentiable_once
+from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers, product, products_of_gradient
 
@@ -36,7 +36,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
             if isinstance(x_t_q, Float8Operand):
                 one_scale = x_t_q.granularity == "tensor"
                 ctx.of_x_t = x_t_q.scale if one_scale else None, x_t_q.shape, x_t_q.granularity
-                saved += [x_t_q.codes] if one_scale else [x_t_q.codes, x_t_q.scale]
+                saved += [x_t_q.right] if one_scale else [x_t_q.right, x_t_q.scale]
             elif needs_x_t:
                 saved.append(x if x_t_q is None else x_t_q)
             ctx.save_for_backward(*saved)
@@ -63,7 +63,7 @@ def _gradients(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x = None
     if ctx.of_x_t is not None:
         scale, *others = ctx.of_x_t
-        x = Float8Operand(saved[0], saved[1] if scale is None else scale, *others)
+        x = Float8Operand(None, saved[1] if scale is None else scale, *others, right=saved[0])
     elif saved:
         x = saved[0].reshape(-1, shape[-1]).t() if precision.high.grad_weight else saved[0]
     grad_input, grad_weight = products_of_gradient(
@@ -73,6 +73,9 @@ def _gradients(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input = grad_input.view(shape)
     grad_bias = torch.sum(grad, 0).to(ctx.bias_dtype) if needs_bias else None
     return grad_input, grad_weight, grad_bias, None, None
+
+
+_apply = applied(_LowPrecisionLinear)
 
 
 class _LowPrecisionModule(nn.Module):
@@ -125,9 +128,9 @@ class _LowPrecisionModule(nn.Module):
         )
         arguments, device_type = (x, weight, bias, self.precision, training), x.device.type
         if not torch.is_autocast_enabled(device_type):  # entering a context takes 20 calls
-            return _LowPrecisionLinear.apply(*arguments)
+            return _apply(*arguments)
         with torch.autocast(device_type, enabled=False):
-            return _LowPrecisionLinear.apply(*arguments)
+            return _apply(*arguments)
 
     _multiply_untraced = torch.compiler.disable(_multiply_eagerly)
 

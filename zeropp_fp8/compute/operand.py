@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ TILE_SCALES = 4
 Granularity = Literal["tensor", "row", "block", "tile"]
 
 
-@dataclass(eq=False, slots=True)  # and not frozen: some 700 are made per step of 24 blocks
 class Float8Operand:
     """A matrix [rows, K] in FP8, where K is the axis that the GEMM sums over: value = code * scale.
 
@@ -23,23 +21,47 @@ class Float8Operand:
     part in sums over both of its axes is held as two operands, and each is quantized along its own K.
 
     Attributes:
-        codes: float8_e4m3fn or float8_e5m2 [rows, K rounded up], contiguous; zeros beyond K.
         scale: fp32, the multiplier of decoding: [1] per tensor; [rows, 1] per row; [rows, padded K / 128] per block of
             1 x 128, with the rows contiguous, stride (1, rows), as cuBLAS reads it; [ceil(rows / 128), ceil(K / 128)]
             per tile of 128 x 128, with stride(0) rounded up to a multiple of 4, as cuBLAS reads it, and 1 in between.
         shape: (rows, K) without padding.
         granularity: what shares a scale. It cannot be told from the scale's shape: with K = 128 a row is a block.
+
+    Args:
+        codes, right: see the properties of these names; one of them is given.
     """
 
-    codes: Tensor
-    scale: Tensor
-    shape: tuple[int, int]
-    granularity: Granularity
+    __slots__ = ("_codes", "_right", "granularity", "scale", "shape")
+
+    def __init__(
+        self,
+        codes: Tensor | None,
+        scale: Tensor,
+        shape: tuple[int, int],
+        granularity: Granularity,
+        right: Tensor | None = None,
+    ) -> None:
+        self._codes, self._right = codes, right
+        self.scale, self.shape, self.granularity = scale, shape, granularity
+
+    @property
+    def codes(self) -> Tensor:
+        """float8_e4m3fn or float8_e5m2 [rows, K rounded up], contiguous; zeros beyond K."""
+        if self._codes is None:
+            self._codes = self._right.t()
+        return self._codes
+
+    @property
+    def right(self) -> Tensor:
+        """The transpose of the codes, in the same memory, as which a GEMM takes its second operand."""
+        if self._right is None:
+            self._right = self._codes.t()
+        return self._right
 
     @property
     def dtype(self) -> torch.dtype:
         """The FP8 format."""
-        return self.codes.dtype
+        return (self._right if self._codes is None else self._codes).dtype
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[rows, K] in `dtype`: code * scale in fp32, rounded once; padding is dropped. For tests and emulation."""
@@ -68,14 +90,14 @@ class Float8Operand:
         if codes.shape[1] == summed and uses_kernels(codes):
             from zeropp_fp8.kernels.casts.transpose import transpose
 
-            codes_t = torch.empty(summed, padded, dtype=codes.dtype, device=codes.device)
-            transpose(codes, codes_t)
+            right = torch.empty_strided((padded, summed), (1, padded), dtype=codes.dtype, device=codes.device)
+            transpose(codes, right)
         else:  # as bytes: torch copies few things in float8
             bytes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=codes.device)
             bytes_t[:, :rows] = codes.view(torch.uint8)[:, :summed].t()
-            codes_t = bytes_t.view(codes.dtype)
+            right = bytes_t.view(codes.dtype).t()
         scale = self.scale.t().contiguous() if by_tile else self.scale
-        return Float8Operand(codes_t, scale, (summed, rows), self.granularity)
+        return Float8Operand(None, scale, (summed, rows), self.granularity, right)
 
 
 def uses_kernels(matrix: Tensor) -> bool:

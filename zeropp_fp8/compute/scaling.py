@@ -28,6 +28,8 @@ from zeropp_fp8.formats.amax_history import AmaxHistory
 Role = Literal["activations", "weights", "gradients"]
 ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
 _OPERANDS, _OF_A_LAYER = {role: place for place, role in enumerate(ROLES)}, len(ROLES)  # places in tables
+# Which copies of a role, plain and transposed, GEMMs take as their second operands (products.py).
+_RIGHT = {"activations": (False, True), "weights": (True, True), "gradients": (False, False)}
 Operand = Float8Operand | Tensor
 SCALE_STRIDE = 4  # cuBLAS wants scales at multiples of 16 bytes
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -145,7 +147,8 @@ class CurrentScaling(Scaling):
     """Each operand is scaled by its own amax, found in a pass of its own."""
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        return casts.per_tensor(matrix, FP8_DTYPES[self.formats[role]], scale, None, plain, transposed)
+        dtype = FP8_DTYPES[self.formats[role]]
+        return casts.per_tensor(matrix, dtype, scale, None, plain, transposed, right=_RIGHT[role])
 
 
 class PerChannelScaling(Scaling):
@@ -232,7 +235,8 @@ class DelayedScaling(Scaling):
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
         own_scale, amax = self._entry(layer, role, matrix.device, training)
         scale = scale if own_scale is None else own_scale
-        return casts.per_tensor(matrix, FP8_DTYPES[self.formats[role]], scale, amax, plain, transposed)
+        dtype = FP8_DTYPES[self.formats[role]]
+        return casts.per_tensor(matrix, dtype, scale, amax, plain, transposed, right=_RIGHT[role])
 
     def knows_input(self, layer: int) -> bool:
         """Whether a layer's input has a history, so that it can be cast as it is made."""

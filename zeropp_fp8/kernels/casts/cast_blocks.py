@@ -156,5 +156,5 @@ def _plan(
 ) -> CastPlan:
     rows, columns = shape
     lengths = _scale_length(columns) if tiles and plain else 0, _scale_length(rows) if tiles and transposed else 0
-    wanted = dtype, plain, transposed, BLOCK
+    wanted = dtype, plain, transposed, (False, False), BLOCK
     return CastPlan(cast_blocks_kernel, launch, shape, matrix_dtype, device, *wanted, lengths, TILES=tiles)

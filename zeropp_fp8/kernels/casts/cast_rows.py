@@ -218,7 +218,9 @@ def _plans(
 ) -> tuple[CastPlan, Plan, Plan]:
     """(the cast, the launch that finds amaxes of tiles, the one that makes scales of these)."""
     rows, columns = shape
-    plan = CastPlan(cast_rows_kernel, launch, shape, matrix_dtype, device, dtype, plain, transposed, ALIGNMENT)
+    plan = CastPlan(
+        cast_rows_kernel, launch, shape, matrix_dtype, device, dtype, plain, transposed, (False, False), ALIGNMENT
+    )
     form = dataclasses.replace(plan.form, rows=_AMAX_TILE, columns=_AMAX_TILE)
     amax_grid = (tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)
     find_amaxes = Plan(tile_amax_kernel, amax_grid, (rows, columns), {"FORM": form, "num_warps": _AMAX_WARPS})
@@ -236,4 +238,6 @@ def _whole_rows_plan(
     width = max(16, triton.next_power_of_2(columns))
     tile_rows = max(1, _ROWS_NUMEL // width)
     launch = Launch(tile_rows, width, max(4, tile_rows * width // 1024))
-    return CastPlan(cast_whole_rows_kernel, launch, shape, matrix_dtype, device, dtype, True, False, ALIGNMENT)
+    return CastPlan(
+        cast_whole_rows_kernel, launch, shape, matrix_dtype, device, dtype, True, False, (False, False), ALIGNMENT
+    )

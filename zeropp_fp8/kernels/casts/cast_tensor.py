@@ -164,6 +164,7 @@ def cast_tensor(
     transposed: bool,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    right: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Cast a matrix with one scale.
 
@@ -173,16 +174,27 @@ def cast_tensor(
         plain, transposed: which copies to make, at least one.
         scale: fp32 [1]; None: the matrix' own.
         amax_out: fp32 [1], becomes the maximum of itself and the matrix' largest finite magnitude; or None.
+        right: which of the two copies a GEMM takes as its second operand.
 
     Returns:
-        (codes [R, C rounded up to a multiple of 16] or None, codes [C, R rounded up] or None, the scale).
+        (codes [R, C rounded up to a multiple of 16] or None, codes [C, R rounded up] or None, the scale); the transpose
+        of codes that are `right`.
     """
     partials = None
     if scale is None:
         partials = partial_amax(matrix)
         scale = torch.empty(1, dtype=torch.float32, device=matrix.device)
     plan = _plan(
-        CAST, matrix.shape, matrix.dtype, matrix.device, dtype, plain, transposed, partials is None, amax_out is None
+        CAST,
+        matrix.shape,
+        matrix.dtype,
+        matrix.device,
+        dtype,
+        plain,
+        transposed,
+        right,
+        partials is None,
+        amax_out is None,
     )
     codes, codes_t = plan.empty()
     plan.launch(matrix, codes, codes_t, scale, partials, amax_out)
@@ -198,10 +210,11 @@ def _plan(
     dtype: torch.dtype,
     plain: bool,
     transposed: bool,
+    right: tuple[bool, bool],
     given: bool,
     unrecorded: bool,
 ) -> CastPlan:
     lengths = (0 if given else _amax_programs(shape.numel()),)
     constants = {"CURRENT": not given, "RECORD": not unrecorded, "PARTIALS": LARGEST_PARTIALS}
-    wanted = dtype, plain, transposed, ALIGNMENT
+    wanted = dtype, plain, transposed, right, ALIGNMENT
     return CastPlan(cast_tensor_kernel, launch, shape, matrix_dtype, device, *wanted, lengths, **constants)

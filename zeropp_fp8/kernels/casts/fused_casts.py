@@ -134,8 +134,8 @@ def fused_cast(
         amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
 
     Returns:
-        (codes [R, C rounded up to a multiple of 16] or None, codes [C, R rounded up] or None, the result before the
-        cast, like `first`).
+        (codes [R, C rounded up to a multiple of 16] or None, the transpose of codes [C, R rounded up] or None, the
+        result before the cast, like `first`).
     """
     launch = SWIGLU if inverse_rms is None else RMS_NORM
     recorded = amax_out is not None
@@ -162,5 +162,15 @@ def _plan(
 ) -> CastPlan:
     constants = {"NORM": norm, "RECORD": recorded, "INTERPRETED": interpreted()}
     return CastPlan(
-        fused_cast_kernel, launch, shape, matrix_dtype, device, dtype, plain, transposed, ALIGNMENT, **constants
+        fused_cast_kernel,
+        launch,
+        shape,
+        matrix_dtype,
+        device,
+        dtype,
+        plain,
+        transposed,
+        (False, True),
+        ALIGNMENT,
+        **constants,
     )

@@ -161,6 +161,7 @@ class CastPlan:
         shape, matrix_dtype, device: of the matrices, on which a program has a tile each.
         dtype: of codes.
         plain, transposed: which copies are made, at least one.
+        right: which of the two a GEMM takes as its second operand.
         multiple: elements that the length of a row of codes is rounded up to.
         lengths: integers that follow those of the matrices.
         constants: of the kernel, by name.
@@ -179,6 +180,7 @@ class CastPlan:
         dtype: torch.dtype,
         plain: bool,
         transposed: bool,
+        right: tuple[bool, bool],
         multiple: int,
         lengths: tuple[int, ...] = (),
         **constants,
@@ -187,18 +189,27 @@ class CastPlan:
             raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix_dtype}")
         rows, columns = shape
         lying = (rows, -(-columns // multiple) * multiple), (columns, -(-rows // multiple) * multiple)
-        self._shape, self._shape_t = (own if made else None for own, made in zip(lying, (plain, transposed)))
+        self._copies = [
+            ((tuple(reversed(sizes)), (1, sizes[1])) if is_right else (sizes, (sizes[1], 1))) if made else None
+            for sizes, made, is_right in zip(lying, (plain, transposed), right)
+        ]
         self._memory = {"dtype": dtype, "device": device}
         sides = launch.tile_rows, launch.tile_columns
         self.form = Form(plain, transposed, LARGEST_CODE[dtype], native_float8(device), *sides)
-        numbers = (rows, columns, *(own[1] if own else 0 for own in (self._shape, self._shape_t)), *lengths)
+        numbers = rows, columns, lying[0][1] if plain else 0, lying[1][1] if transposed else 0, *lengths
         grid = (tiles(rows, columns, *sides),)
         self.launch = Plan(kernel, grid, numbers, {"FORM": self.form, **constants, **launch.options()})
 
     def empty(self) -> tuple[Tensor | None, Tensor | None]:
-        """Uninitialised codes [R, C rounded up] and [C, R rounded up]; kernels write the padding too."""
-        shape, shape_t, memory = self._shape, self._shape_t, self._memory
-        return torch.empty(shape, **memory) if shape else None, torch.empty(shape_t, **memory) if shape_t else None
+        """Uninitialised codes [R, C rounded up] and [C, R rounded up], or their transposes where these are `right`.
+
+        Kernels write the padding too.
+        """
+        copy, copy_t = self._copies  # torch.empty takes twice as long
+        return (
+            None if copy is None else torch.empty_strided(*copy, **self._memory),
+            None if copy_t is None else torch.empty_strided(*copy_t, **self._memory),
+        )
 
 
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
