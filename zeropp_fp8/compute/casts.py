@@ -94,7 +94,7 @@ def per_tensor(
     Args:
         right: which of the two copies a GEMM takes as its second operand: kernels make them so.
     """
-    if _with_kernels(matrix, use_kernels) and (plain or transposed):
+    if (plain or transposed) and (uses_kernels(matrix) if use_kernels is None else _with_kernels(matrix, use_kernels)):
         from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor
 
         codes, codes_t, scale = cast_tensor(matrix.contiguous(), dtype, plain, transposed, scale, amax_out, right)
@@ -383,11 +383,11 @@ def _operands(
     right: tuple[bool, bool] = (False, False),
 ) -> Operands:
     rows, columns = matrix.shape
-    return (
-        None if codes is None else _operand(codes, scale, (rows, columns), granularity, right[0]),
-        None if codes_t is None else _operand(codes_t, scale_t, (columns, rows), granularity, right[1]),
-    )
-
-
-def _operand(codes: Tensor, scale: Tensor, shape: tuple[int, int], granularity: Granularity, right: bool):
-    return Float8Operand(None if right else codes, scale, shape, granularity, codes if right else None)
+    plain = transposed = None
+    if codes is not None:
+        own = scale, (rows, columns), granularity
+        plain = Float8Operand(None, *own, codes) if right[0] else Float8Operand(codes, *own)
+    if codes_t is not None:
+        own = scale_t, (columns, rows), granularity
+        transposed = Float8Operand(None, *own, codes_t) if right[1] else Float8Operand(codes_t, *own)
+    return plain, transposed

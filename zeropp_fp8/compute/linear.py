@@ -48,31 +48,27 @@ class _LowPrecisionLinear(torch.autograd.Function):
         device_type = grad_output.device.type
         if torch.is_autocast_enabled(device_type):  # by who calls loss.backward() in its context
             with torch.autocast(device_type, enabled=False):
-                return _gradients(ctx, grad_output)
-        return _gradients(ctx, grad_output)
-
-
-def _gradients(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    weight, saved, precision = ctx.parameter, ctx.saved_tensors, ctx.precision
-    if weight is None:
-        weight, *saved = saved
-    precision.scaling.forget_input()
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    shape = ctx.x_shape
-    grad = grad_output if len(shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
-    x = None
-    if ctx.of_x_t is not None:
-        scale, *others = ctx.of_x_t
-        x = Float8Operand(None, saved[1] if scale is None else scale, *others, right=saved[0])
-    elif saved:
-        x = saved[0].reshape(-1, shape[-1]).t() if precision.high.grad_weight else saved[0]
-    grad_input, grad_weight = products_of_gradient(
-        grad, x, weight, ctx.weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
-    )
-    if grad_input is not None and len(shape) != 2:
-        grad_input = grad_input.view(shape)
-    grad_bias = torch.sum(grad, 0).to(ctx.bias_dtype) if needs_bias else None
-    return grad_input, grad_weight, grad_bias, None, None
+                return _LowPrecisionLinear.backward(ctx, grad_output)
+        weight, saved, precision = ctx.parameter, ctx.saved_tensors, ctx.precision
+        if weight is None:
+            weight, *saved = saved
+        precision.scaling.forget_input()
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        shape = ctx.x_shape
+        grad = grad_output if len(shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
+        x = None
+        if ctx.of_x_t is not None:
+            scale, *others = ctx.of_x_t
+            x = Float8Operand(None, saved[1] if scale is None else scale, *others, saved[0])
+        elif saved:
+            x = saved[0].reshape(-1, shape[-1]).t() if precision.high.grad_weight else saved[0]
+        grad_input, grad_weight = products_of_gradient(
+            grad, x, weight, ctx.weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
+        )
+        if grad_input is not None and len(shape) != 2:
+            grad_input = grad_input.view(shape)
+        grad_bias = torch.sum(grad, 0).to(ctx.bias_dtype) if needs_bias else None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 _apply = applied(_LowPrecisionLinear)

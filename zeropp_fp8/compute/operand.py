@@ -21,17 +21,17 @@ class Float8Operand:
     part in sums over both of its axes is held as two operands, and each is quantized along its own K.
 
     Attributes:
+        codes: float8_e4m3fn or float8_e5m2 [rows, K rounded up], contiguous; zeros beyond K.
+        right: codes.t(), as which a GEMM takes its second operand. Of the two, one is given, and the other one is made
+            when it is asked for.
         scale: fp32, the multiplier of decoding: [1] per tensor; [rows, 1] per row; [rows, padded K / 128] per block of
             1 x 128, with the rows contiguous, stride (1, rows), as cuBLAS reads it; [ceil(rows / 128), ceil(K / 128)]
             per tile of 128 x 128, with stride(0) rounded up to a multiple of 4, as cuBLAS reads it, and 1 in between.
         shape: (rows, K) without padding.
         granularity: what shares a scale. It cannot be told from the scale's shape: with K = 128 a row is a block.
-
-    Args:
-        codes, right: see the properties of these names; one of them is given.
     """
 
-    __slots__ = ("_codes", "_right", "granularity", "scale", "shape")
+    __slots__ = ("codes", "granularity", "right", "scale", "shape")
 
     def __init__(
         self,
@@ -41,27 +41,23 @@ class Float8Operand:
         granularity: Granularity,
         right: Tensor | None = None,
     ) -> None:
-        self._codes, self._right = codes, right
+        if right is None:
+            self.codes = codes
+        else:
+            self.right = right
         self.scale, self.shape, self.granularity = scale, shape, granularity
 
-    @property
-    def codes(self) -> Tensor:
-        """float8_e4m3fn or float8_e5m2 [rows, K rounded up], contiguous; zeros beyond K."""
-        if self._codes is None:
-            self._codes = self._right.t()
-        return self._codes
-
-    @property
-    def right(self) -> Tensor:
-        """The transpose of the codes, in the same memory, as which a GEMM takes its second operand."""
-        if self._right is None:
-            self._right = self._codes.t()
-        return self._right
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in ("codes", "right"):
+            raise AttributeError(name)
+        made = (self.right if name == "codes" else self.codes).t()
+        setattr(self, name, made)
+        return made
 
     @property
     def dtype(self) -> torch.dtype:
         """The FP8 format."""
-        return (self._right if self._codes is None else self._codes).dtype
+        return self.codes.dtype
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[rows, K] in `dtype`: code * scale in fp32, rounded once; padding is dropped. For tests and emulation."""

@@ -142,13 +142,14 @@ def cast_tensor_kernel(
 
 def partial_amax(matrix: Tensor) -> Tensor:
     """fp32 [n], n <= 512: their maximum is the largest finite magnitude of a contiguous bf16, fp16 or fp32 tensor."""
-    partials = torch.empty(_amax_programs(matrix.numel()), dtype=torch.float32, device=matrix.device)
-    _amax_plan(matrix.numel(), matrix.dtype, matrix.device)(matrix, partials)
+    numel, device = matrix.numel(), matrix.device
+    partials = torch.empty_strided((_amax_programs(numel),), (1,), dtype=torch.float32, device=device)
+    _amax_plan(numel, matrix.dtype, device)(matrix, partials)
     return partials
 
 
 def _amax_programs(numel: int) -> int:
-    return min(LARGEST_PARTIALS, triton.cdiv(numel, _AMAX_TILE))
+    return min(LARGEST_PARTIALS, -(-numel // _AMAX_TILE))  # triton.cdiv makes ten Python calls
 
 
 @functools.lru_cache(PLANS)
@@ -183,7 +184,7 @@ def cast_tensor(
     partials = None
     if scale is None:
         partials = partial_amax(matrix)
-        scale = torch.empty(1, dtype=torch.float32, device=matrix.device)
+        scale = torch.empty_strided((1,), (1,), dtype=torch.float32, device=matrix.device)
     plan = _plan(
         CAST,
         matrix.shape,
