@@ -188,7 +188,7 @@ def check_transpose(rows, columns, length, device):
     expected = torch.zeros(columns, length, dtype=torch.uint8)
     expected[:, :rows] = codes.t()
     memory = torch.full((columns * length + 64,), 0xA5, dtype=torch.uint8, device=device)
-    transpose(codes.to(device), memory[: columns * length].view(columns, length))
+    transpose(codes.to(device), memory[: columns * length].view(columns, length).t())
     written, beyond = memory.cpu().split([columns * length, 64])
     assert torch.equal(written.view(columns, length), expected), (rows, columns, length)
     assert (beyond == 0xA5).all(), (rows, columns, length)

@@ -130,9 +130,10 @@ kernels.quantize = wrong_byte
 print("|".join(kernel_differences(CPU)))
 kernels.quantize = quantize
 
-def wrong_cast(matrix, codes, *others):
-    cast(matrix, codes, *others)
+def wrong_cast(*arguments):
+    codes, *others = cast(*arguments)
     codes.view(torch.uint8)[0, 0] ^= 1
+    return codes, *others
 
 cast_tensor.cast_tensor = wrong_cast
 print("|".join(kernel_differences(CPU)))

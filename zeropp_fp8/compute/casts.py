@@ -25,12 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, TILE_SCALES, Float8Operand, Granularity
-from zeropp_fp8.formats.float8 import scale_of_amax
+from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, TILE_SCALES, Float8Operand, Granularity, uses_kernels
+from zeropp_fp8.formats.float8 import MATRIX_DTYPES, scale_of_amax
 from zeropp_fp8.formats.shapes import is_matrix
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write different ones of E5M2's
 Operands = tuple[Float8Operand | None, Float8Operand | None]
 OperandsAndValues = tuple[Float8Operand | None, Float8Operand | None, Tensor]
@@ -77,24 +76,37 @@ def cast_per_tensor(
     """
     matrix = _checked(matrix, dtype)
     _check_scalars(matrix, scale=scale, amax_out=amax_out)
-    if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor, partial_amax
+    return per_tensor(matrix, dtype, scale, amax_out, plain, transposed, use_kernels)
 
-        if not plain and not transposed:
-            if amax_out is not None:
-                torch.maximum(amax_out, amax_of(matrix, use_kernels), out=amax_out)
-            return None, None
-        partials = partial_amax(matrix) if scale is None else None
-        scale = torch.empty(1, dtype=torch.float32, device=matrix.device) if scale is None else scale
-        codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-        cast_tensor(matrix, codes, codes_t, scale, partials, amax_out)
-        return _operands(matrix, codes, scale, codes_t, scale, "tensor")
+
+def per_tensor(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    amax_out: Tensor | None,
+    plain: bool,
+    transposed: bool,
+    use_kernels: bool | None = None,
+    right: tuple[bool, bool] = (False, False),
+) -> Operands:
+    """`cast_per_tensor` where no history of the matrix is written, of arguments that are as they should be.
+
+    Args:
+        right: which of the two copies a GEMM takes as its second operand: kernels make them so.
+    """
+    if (plain or transposed) and (uses_kernels(matrix) if use_kernels is None else _with_kernels(matrix, use_kernels)):
+        from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor
+
+        codes, codes_t, scale = cast_tensor(matrix.contiguous(), dtype, plain, transposed, scale, amax_out, right)
+        return _operands(matrix, codes, scale, codes_t, scale, "tensor", right)
     if scale is None or amax_out is not None:
-        amax = _finite_magnitudes(matrix).amax().view(1)
+        amax = amax_of(matrix, use_kernels)
         scale = scale_of_amax(amax, dtype) if scale is None else scale
         if amax_out is not None:
             torch.maximum(amax_out, amax, out=amax_out)
-    quantized = _codes(matrix.float(), scale, dtype)
+    if not (plain or transposed):
+        return None, None
+    quantized = _codes(_checked(matrix, dtype).float(), scale, dtype)
     codes = _padded(quantized, ALIGNMENT) if plain else None
     codes_t = _padded(quantized.t(), ALIGNMENT) if transposed else None
     return _operands(matrix, codes, scale, codes_t, scale, "tensor")
@@ -117,18 +129,29 @@ def cast_groups(
         others, result, errors: see `cast_per_tensor`; K is padded to a multiple of 16 for rows, else of 128.
     """
     matrix = _checked(matrix, dtype)
-    rows, columns = matrix.shape
+    return groups(granularity, matrix, dtype, plain, transposed, use_kernels)
+
+
+def groups(
+    granularity: Granularity,
+    matrix: Tensor,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+    use_kernels: bool | None = None,
+) -> Operands:
+    """`cast_groups` where no history of the matrix is written, of arguments that are as they should be."""
     if _with_kernels(matrix, use_kernels):
         from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks
         from zeropp_fp8.kernels.casts.cast_rows import cast_rows
 
-        multiple = ALIGNMENT if granularity == "row" else BLOCK
-        codes, codes_t = _empty_codes(matrix, dtype, multiple, plain, transposed)
-        scale = _empty_scale(rows, columns, granularity, matrix.device) if plain else None
-        scale_t = _empty_scale(columns, rows, granularity, matrix.device) if transposed else None
-        buffers = codes, codes_t, scale, scale_t
-        cast_rows(matrix, *buffers) if granularity == "row" else cast_blocks(matrix, *buffers, granularity == "tile")
+        matrix = matrix.contiguous()
+        if granularity == "row":
+            codes, codes_t, scale, scale_t = cast_rows(matrix, dtype, plain, transposed)
+        else:
+            codes, codes_t, scale, scale_t = cast_blocks(matrix, dtype, plain, transposed, granularity == "tile")
         return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
+    matrix = _checked(matrix, dtype)
     if granularity == "tile":
         return _tiles_operands(matrix, dtype, plain, transposed)
     values, operand = matrix.float(), _rows_operand if granularity == "row" else _blocks_operand
@@ -171,7 +194,12 @@ def swiglu_cast(
     """
     gate, up = _checked(gate, dtype), _checked(up, dtype)
     _check_alike("gate", gate, "up", up)
-    wanted = dtype, scale, amax_out, plain, transposed, use_kernels
+    _check_scalars(gate, scale=scale, amax_out=amax_out)
+    return swiglu(gate, up, dtype, scale, amax_out, plain, transposed, use_kernels)
+
+
+def swiglu(gate: Tensor, up: Tensor, *wanted) -> OperandsAndValues:
+    """`swiglu_cast` where no history is written, of contiguous matrices and arguments that are as they should be."""
     return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
 
 
@@ -212,9 +240,14 @@ def rms_norm_cast(
     if inverse_rms.shape != matrix.shape[:1] or inverse_rms.dtype != torch.float32:
         shape = list(inverse_rms.shape)
         raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
-    weight = weight.detach()
-    inputs = matrix, weight.contiguous(), inverse_rms
-    wanted = dtype, scale, amax_out, plain, transposed, use_kernels
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
+    given = matrix, weight.detach().contiguous(), inverse_rms, dtype, scale, amax_out, plain, transposed
+    return rms_norm(*given, use_kernels)
+
+
+def rms_norm(matrix: Tensor, weight: Tensor, inverse_rms: Tensor, *wanted) -> OperandsAndValues:
+    """`rms_norm_cast` where no history is written, of contiguous tensors and arguments that are as they should be."""
+    inputs = matrix, weight, inverse_rms
     return _fused(inputs, lambda: weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype), *wanted)
 
 
@@ -226,21 +259,17 @@ def _fused(
     amax_out: Tensor | None,
     plain: bool,
     transposed: bool,
-    use_kernels: bool | None,
+    use_kernels: bool | None = None,
 ) -> OperandsAndValues:
     """A cast of what `values_of` gives, in one pass over `inputs` (see the kernel) where its scale is known."""
     matrix = inputs[0]
-    if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
+    if scale is None or not ((plain or transposed) and _with_kernels(matrix, use_kernels)):
         values = values_of()
-        operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
-        return *operands, values
+        return *per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels), values
     from zeropp_fp8.kernels.casts.fused_casts import fused_cast
 
-    _check_scalars(matrix, scale=scale, amax_out=amax_out)
-    codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-    values = torch.empty_like(matrix)
-    fused_cast(*inputs, codes, codes_t, scale, amax_out, values)
-    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
+    codes, codes_t, values = fused_cast(*inputs, dtype, plain, transposed, scale, amax_out)
+    return *_operands(matrix, codes, scale, codes_t, scale, "tensor", (False, True)), values
 
 
 # -- torch reference ------------------------------------------------------------------------------------------------
@@ -337,38 +366,11 @@ def _check_scalars(matrix: Tensor, **tensors: Tensor | None) -> None:
 
 
 def _with_kernels(matrix: Tensor, use_kernels: bool | None) -> bool:
-    # Triton compiles an argument that is 1 into the kernel. ptxas (CUDA 12.8) crashes on tiles of a single column then,
-    # for which torch is good enough.
-    if matrix.shape[1] == 1:
-        return False
-    return matrix.device.type == "cuda" if use_kernels is None else use_kernels
+    return uses_kernels(matrix) if use_kernels is None else use_kernels and matrix.shape[1] != 1
 
 
 def _blocks(length: int) -> int:
     return -(-length // BLOCK)
-
-
-def _empty_codes(
-    matrix: Tensor, dtype: torch.dtype, multiple: int, plain: bool, transposed: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Uninitialised codes [R, C rounded up] and [C, R rounded up]; kernels write the padding too."""
-    (rows, columns), device = matrix.shape, matrix.device
-    codes = codes_t = None
-    if plain:
-        codes = torch.empty(rows, -(-columns // multiple) * multiple, dtype=dtype, device=device)
-    if transposed:
-        codes_t = torch.empty(columns, -(-rows // multiple) * multiple, dtype=dtype, device=device)
-    return codes, codes_t
-
-
-def _empty_scale(rows: int, summed: int, granularity: Granularity, device: torch.device) -> Tensor:
-    """Uninitialised scales of an operand [rows, summed], laid out as `Float8Operand` wants them."""
-    if granularity == "row":
-        return torch.empty(rows, 1, dtype=torch.float32, device=device)
-    if granularity == "block":
-        return torch.empty(_blocks(summed), rows, dtype=torch.float32, device=device).t()
-    length = -(-_blocks(summed) // TILE_SCALES) * TILE_SCALES
-    return torch.empty(_blocks(rows), length, dtype=torch.float32, device=device)[:, : _blocks(summed)]
 
 
 def _operands(
@@ -378,9 +380,14 @@ def _operands(
     codes_t: Tensor | None,
     scale_t: Tensor | None,
     granularity: Granularity,
+    right: tuple[bool, bool] = (False, False),
 ) -> Operands:
     rows, columns = matrix.shape
-    return (
-        None if codes is None else Float8Operand(codes, scale, (rows, columns), granularity),
-        None if codes_t is None else Float8Operand(codes_t, scale_t, (columns, rows), granularity),
-    )
+    plain = transposed = None
+    if codes is not None:
+        own = scale, (rows, columns), granularity
+        plain = Float8Operand(None, *own, codes) if right[0] else Float8Operand(codes, *own)
+    if codes_t is not None:
+        own = scale_t, (columns, rows), granularity
+        transposed = Float8Operand(None, *own, codes_t) if right[1] else Float8Operand(codes_t, *own)
+    return plain, transposed

@@ -65,18 +65,19 @@ def matmul_nt(
     if isinstance(a, Tensor):
         a, b_t = a.to(out_dtype), b.to(out_dtype).t()  # MX's rounded values have at most 8 significant bits
         return torch.mm(a, b_t) if bias is None else torch.addmm(bias.to(out_dtype), a, b_t)
-    if not has_fp8_gemm(a.codes.device, a.granularity):  # blocks are multiplied where tiles are
+    codes, granularity = a.codes, a.granularity
+    if not has_fp8_gemm(codes.device, granularity):  # blocks are multiplied where tiles are
         out = _emulated(a, b).to(out_dtype)
-    elif a.granularity == "tensor":
+    elif granularity == "tensor":
         # cuBLAS adds a bias in 16 bits only.
         fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
         out = torch._scaled_mm(
-            a.codes, b.codes.t(), a.scale, b.scale, fused, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+            codes, b.right, a.scale, b.scale, fused, out_dtype=out_dtype, use_fast_accum=fast_accumulation
         )
         bias = bias if fused is None else None
-    elif a.granularity == "row":
+    elif granularity == "row":
         scales = a.scale, b.scale.t()
-        out = torch._scaled_mm(a.codes, b.codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+        out = torch._scaled_mm(codes, b.right, *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     else:
         out = _blockwise(a, b, out_dtype)
     return out if bias is None else out + bias.to(out_dtype)
@@ -98,7 +99,7 @@ def _blockwise(a: Float8Operand, b: Float8Operand, out_dtype: torch.dtype) -> Te
     scale_b, recipe_b = _block_scale(b)
     out = F.scaled_mm(
         a.codes,
-        b.codes.t(),
+        b.right,
         scale_a=scale_a,
         scale_recipe_a=recipe_a,
         scale_b=scale_b,

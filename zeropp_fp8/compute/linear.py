@@ -5,18 +5,15 @@ Under ZeRO-3 the Parameter itself is saved for backward, not its values, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute import operators
-from zeropp_fp8.compute.differentiable_once import differentiable_once
+from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers, product, products_of_gradient
-from zeropp_fp8.compute.scaling import Operand
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -25,53 +22,56 @@ class _LowPrecisionLinear(torch.autograd.Function):
         needs_x_t = training and weight.requires_grad
         x_q, x_t_q = precision.input_operands(x, needs_x_t, training)
         y, weight_scale = product(x_q, weight, bias, precision, x.dtype, training)
+        shape = x.shape
         if training:
-            ctx.precision = precision
-            ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+            ctx.precision, ctx.x_shape, ctx.x_dtype = precision, shape, x.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
-            saved_x, ctx.rebuild_x = _saved(x if needs_x_t and precision.high.grad_weight else x_t_q)
-            # All through autograd, so that activation checkpointing can drop it. But a ZeRO-3 Parameter as it is:
-            # non-reentrant checkpointing hands backward a detached tensor instead, without codes and status.
+            # A single number, which lies in a table or is as little as that.
+            ctx.weight_scale = weight_scale
+            # What is large through autograd, so that activation checkpointing can drop it. But a ZeRO-3 Parameter as
+            # it is: non-reentrant checkpointing hands backward a detached tensor instead, without codes and status.
             ctx.parameter = weight if sharded.is_sharded(weight) else None
-            ctx.save_for_backward(weight if ctx.parameter is None else None, weight_scale, *saved_x)
-        return y.view(*x.shape[:-1], y.shape[-1])
+            saved = [] if ctx.parameter is not None else [weight]
+            ctx.of_x_t = None
+            if isinstance(x_t_q, Float8Operand):
+                one_scale = x_t_q.granularity == "tensor"
+                ctx.of_x_t = x_t_q.scale if one_scale else None, x_t_q.shape, x_t_q.granularity
+                saved += [x_t_q.right] if one_scale else [x_t_q.right, x_t_q.scale]
+            elif needs_x_t:
+                saved.append(x if x_t_q is None else x_t_q)
+            ctx.save_for_backward(*saved)
+        return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_output: Tensor):
-        weight, weight_scale, *saved_x = ctx.saved_tensors
-        weight = weight if ctx.parameter is None else ctx.parameter
-        precision: LinearPrecision = ctx.precision
+        device_type = grad_output.device.type
+        if torch.is_autocast_enabled(device_type):  # by who calls loss.backward() in its context
+            with torch.autocast(device_type, enabled=False):
+                return _LowPrecisionLinear.backward(ctx, grad_output)
+        weight, saved, precision = ctx.parameter, ctx.saved_tensors, ctx.precision
+        if weight is None:
+            weight, *saved = saved
         precision.scaling.forget_input()
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
-        x = ctx.rebuild_x(saved_x)
-        if x is not None and precision.high.grad_weight:
-            x = x.reshape(-1, ctx.x_shape[-1]).t()
-        # loss.backward() may be called in autocast's context.
-        grad_input, grad_weight = _outside_autocast(
-            products_of_gradient, grad, x, weight, weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
+        shape = ctx.x_shape
+        grad = grad_output if len(shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
+        x = None
+        if ctx.of_x_t is not None:
+            scale, *others = ctx.of_x_t
+            x = Float8Operand(None, saved[1] if scale is None else scale, *others, saved[0])
+        elif saved:
+            x = saved[0].reshape(-1, shape[-1]).t() if precision.high.grad_weight else saved[0]
+        grad_input, grad_weight = products_of_gradient(
+            grad, x, weight, ctx.weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
         )
-        grad_bias = _outside_autocast(torch.sum, grad, 0).to(ctx.bias_dtype) if needs_bias else None
-        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, None, None
+        if grad_input is not None and len(shape) != 2:
+            grad_input = grad_input.view(shape)
+        grad_bias = torch.sum(grad, 0).to(ctx.bias_dtype) if needs_bias else None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
-def _saved(operand: Operand | None) -> tuple[list[Tensor], Callable[[list[Tensor]], Operand]]:
-    """The tensors of an operand, and how to make it of them again."""
-    if operand is None:
-        return [], lambda tensors: None
-    if isinstance(operand, Tensor):
-        return [operand], lambda tensors: tensors[0]
-    shape, granularity = operand.shape, operand.granularity
-    return [operand.codes, operand.scale], lambda tensors: Float8Operand(*tensors, shape, granularity)
-
-
-def _outside_autocast(function: Callable, tensor: Tensor, *others):
-    """function(tensor, *others) in its tensors' own precision."""
-    if not torch.is_autocast_enabled(tensor.device.type):  # entering a context takes 20 calls
-        return function(tensor, *others)
-    with torch.autocast(tensor.device.type, enabled=False):
-        return function(tensor, *others)
+_apply = applied(_LowPrecisionLinear)
 
 
 class _LowPrecisionModule(nn.Module):
@@ -123,7 +123,11 @@ class _LowPrecisionModule(nn.Module):
         training = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        return _outside_autocast(_LowPrecisionLinear.apply, x, weight, bias, self.precision, training)
+        arguments, device_type = (x, weight, bias, self.precision, training), x.device.type
+        if not torch.is_autocast_enabled(device_type):  # entering a context takes 20 calls
+            return _apply(*arguments)
+        with torch.autocast(device_type, enabled=False):
+            return _apply(*arguments)
 
     _multiply_untraced = torch.compiler.disable(_multiply_eagerly)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ TILE_SCALES = 4
 Granularity = Literal["tensor", "row", "block", "tile"]
 
 
-@dataclass(frozen=True)
 class Float8Operand:
     """A matrix [rows, K] in FP8, where K is the axis that the GEMM sums over: value = code * scale.
 
@@ -24,6 +22,8 @@ class Float8Operand:
 
     Attributes:
         codes: float8_e4m3fn or float8_e5m2 [rows, K rounded up], contiguous; zeros beyond K.
+        right: codes.t(), as which a GEMM takes its second operand. Of the two, one is given, and the other one is made
+            when it is asked for.
         scale: fp32, the multiplier of decoding: [1] per tensor; [rows, 1] per row; [rows, padded K / 128] per block of
             1 x 128, with the rows contiguous, stride (1, rows), as cuBLAS reads it; [ceil(rows / 128), ceil(K / 128)]
             per tile of 128 x 128, with stride(0) rounded up to a multiple of 4, as cuBLAS reads it, and 1 in between.
@@ -31,10 +31,28 @@ class Float8Operand:
         granularity: what shares a scale. It cannot be told from the scale's shape: with K = 128 a row is a block.
     """
 
-    codes: Tensor
-    scale: Tensor
-    shape: tuple[int, int]
-    granularity: Granularity
+    __slots__ = ("codes", "granularity", "right", "scale", "shape")
+
+    def __init__(
+        self,
+        codes: Tensor | None,
+        scale: Tensor,
+        shape: tuple[int, int],
+        granularity: Granularity,
+        right: Tensor | None = None,
+    ) -> None:
+        if right is None:
+            self.codes = codes
+        else:
+            self.right = right
+        self.scale, self.shape, self.granularity = scale, shape, granularity
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in ("codes", "right"):
+            raise AttributeError(name)
+        made = (self.right if name == "codes" else self.codes).t()
+        setattr(self, name, made)
+        return made
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,15 +92,23 @@ class Float8Operand:
                 f"an operand with a scale per {self.granularity} cannot be transposed: quantize along both axes"
             )
         rows, summed = self.shape
-        padded = rows + -rows % (BLOCK if self.granularity == "tile" else ALIGNMENT)
-        if self.codes.device.type == "cuda" and self.codes.shape[1] == summed:
+        by_tile, codes = self.granularity == "tile", self.codes
+        padded = rows + -rows % (BLOCK if by_tile else ALIGNMENT)
+        if codes.shape[1] == summed and uses_kernels(codes):
             from zeropp_fp8.kernels.casts.transpose import transpose
 
-            codes_t = torch.empty(summed, padded, dtype=self.dtype, device=self.codes.device)
-            transpose(self.codes, codes_t)
+            right = torch.empty_strided((padded, summed), (1, padded), dtype=codes.dtype, device=codes.device)
+            transpose(codes, right)
         else:  # as bytes: torch copies few things in float8
-            bytes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=self.codes.device)
-            bytes_t[:, :rows] = self.codes.view(torch.uint8)[:, :summed].t()
-            codes_t = bytes_t.view(self.dtype)
-        scale = self.scale.t().contiguous() if self.granularity == "tile" else self.scale
-        return Float8Operand(codes_t, scale, (summed, rows), self.granularity)
+            bytes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=codes.device)
+            bytes_t[:, :rows] = codes.view(torch.uint8)[:, :summed].t()
+            right = bytes_t.view(codes.dtype).t()
+        scale = self.scale.t().contiguous() if by_tile else self.scale
+        return Float8Operand(None, scale, (summed, rows), self.granularity, right)
+
+
+def uses_kernels(matrix: Tensor) -> bool:
+    """Whether casts of a matrix are left to Triton's kernels."""
+    # Triton compiles an argument that is 1 into the kernel. ptxas (CUDA 12.8) crashes on tiles of a single column then,
+    # for which torch is good enough.
+    return matrix.is_cuda and matrix.shape[1] != 1

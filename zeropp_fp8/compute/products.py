@@ -65,33 +65,20 @@ class LinearPrecision:
         return f"{said}, {in_high} in high precision" if in_high else said
 
     def input_operands(self, x: Tensor, transposed: bool, training: bool) -> tuple[Operand, Operand | None]:
-        """The input [..., in] for y = x W^T, [rows, in], and (`transposed`) for grad_weight = g^T x, [in, rows]."""
-        low = not self.high.output, transposed and not self.high.grad_weight
-        pair = self.scaling.quantize_input(self.layer, x, *low, training) if any(low) else (None, None)
-        return self._operands(x.reshape(-1, x.shape[-1]), pair, True, transposed, self.high.output)
+        """The input [..., in] for y = x W^T, [rows, in], and (`transposed`) for grad_weight = g^T x, [in, rows].
 
-    def gradient_operands(self, grad: Tensor, plain: bool, transposed: bool) -> tuple[Operand | None, Operand | None]:
-        """The gradient [rows, out] for grad_input = g W (`plain`), and for grad_weight, [out, rows] (`transposed`)."""
-        low = plain and not self.high.grad_input, transposed and not self.high.grad_weight
-        pair = self.scaling.quantize(self.layer, "gradients", grad, *low) if any(low) else (None, None)
-        return self._operands(grad, pair, plain, transposed, self.high.grad_input)
-
-    def _operands(
-        self,
-        matrix: Tensor,
-        pair: tuple[Operand | None, Operand | None],
-        plain: bool,
-        transposed: bool,
-        plain_in_high: bool,
-    ) -> tuple[Operand | None, Operand | None]:
-        """The operands asked for: the matrix itself where its product is in high precision, else of `pair`.
-
-        Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
-        activation checkpointing may not find it, and must save as many tensors.
+        None for grad_weight in high precision, which takes x itself.
         """
-        first = matrix if plain_in_high else pair[0]
-        second = matrix.t() if self.high.grad_weight else pair[1]
-        return first if plain else None, second if transposed else None
+        high, plain = self.high, None
+        transposed = transposed and not high.grad_weight
+        if high.output:
+            plain = x.reshape(-1, x.shape[-1])
+            if not transposed:
+                return plain, None
+        made, made_t = self.scaling.quantize_input(self.layer, x, plain is None, transposed, training)
+        # Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
+        # activation checkpointing may not find it, and must save as many tensors.
+        return made if plain is None else plain, made_t if transposed else None
 
     def weight_operand(
         self, weight: Tensor, forward: bool, scale: Tensor | None = None, training: bool = True
@@ -108,7 +95,9 @@ class LinearPrecision:
             if gathered.granularity != "row":
                 return gathered.transposed()
             weight = gathered.dequantize(weight.dtype)  # its scales are those of the other axis
-        pair = self.scaling.quantize(self.layer, "weights", weight.detach(), plain, not plain, scale, training)
+        if torch.is_grad_enabled():  # as it is not inside of an autograd.Function
+            weight = weight.detach()
+        pair = self.scaling.quantize(self.layer, "weights", weight, plain, not plain, scale, training)
         return pair[0] if plain else pair[1]
 
     def weight_values(self, weight: Tensor) -> Tensor:
@@ -140,21 +129,6 @@ def decode_for_readers(weight: Tensor) -> None:
         weight.data = gathered.dequantize(weight.dtype)
 
 
-class _Gathered:
-    """Context in which a ZeRO-3 parameter's values are there."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight if sharded.is_dropped(weight) else None
-
-    def __enter__(self) -> None:
-        if self._weight is not None:
-            self._weight.all_gather()
-
-    def __exit__(self, *exc) -> None:
-        if self._weight is not None:
-            self._weight.partition()
-
-
 def product(
     x_q: Operand, weight: Tensor, bias: Tensor | None, precision: LinearPrecision, dtype: torch.dtype, training: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -183,13 +157,26 @@ def products_of_gradient(
         weight_scale: that of forward serves backward too: one pass less over the weight.
     """
     grad_input = grad_weight = None
-    grad_q, grad_t_q = precision.gradient_operands(grad, needs_input, needs_weight)
+    high = precision.high
+    low, low_t = needs_input and not high.grad_input, needs_weight and not high.grad_weight
+    grad_q = grad_t_q = None
+    if low or low_t:
+        grad_q, grad_t_q = precision.scaling.quantize(precision.layer, "gradients", grad, low, low_t)
     if needs_input:
-        with _Gathered(weight):
-            weight_t_q = precision.weight_operand(weight, forward=False, scale=weight_scale)
-            grad_input = matmul_nt(grad_q, weight_t_q, dtype)
+        dropped = sharded.is_dropped(weight)
+        if dropped:
+            weight.all_gather()
+        try:
+            weight_t_q = precision.weight_operand(weight, False, weight_scale)
+            grad_input = matmul_nt(grad_q if low else grad, weight_t_q, dtype)
             del weight_t_q
+        finally:
+            if dropped:
+                weight.partition()
     if needs_weight:
+        grad_t_q = grad_t_q if low_t else grad.t()
         a, b = (x, grad_t_q) if precision.weight_is_transposed else (grad_t_q, x)
         grad_weight = matmul_nt(a, b, dtype)
-    return grad_input, None if grad_weight is None else grad_weight.to(weight.dtype)
+        if dtype != weight.dtype:
+            grad_weight = grad_weight.to(weight.dtype)
+    return grad_input, grad_weight

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp_fp8.compute import casts
-from zeropp_fp8.compute.differentiable_once import differentiable_once
+from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
 from zeropp_fp8.compute.fused_module import (
     FusedModule,
     fuse,
@@ -59,6 +59,9 @@ class _RMSNorm(torch.autograd.Function):
         return *gradients_of_rms_norm(grad, *ctx.saved_tensors, ctx.needs_input_grad[:2]), None, None, None
 
 
+_apply = applied(_RMSNorm)
+
+
 def gradients_of_rms_norm(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -83,7 +86,7 @@ class _RMSNormModule(FusedModule):
             return super().forward(hidden_states)
         trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight_requires_grad
         training = torch.is_grad_enabled() and trains
-        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
+        return _apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
 
 
 def fuse_rms_norms(model: nn.Module) -> list[nn.Module]:

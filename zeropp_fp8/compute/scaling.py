@@ -28,6 +28,8 @@ from zeropp_fp8.formats.amax_history import AmaxHistory
 Role = Literal["activations", "weights", "gradients"]
 ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
 _OPERANDS, _OF_A_LAYER = {role: place for place, role in enumerate(ROLES)}, len(ROLES)  # places in tables
+# Which copies of a role, plain and transposed, GEMMs take as their second operands (products.py).
+_RIGHT = {"activations": (False, True), "weights": (True, True), "gradients": (False, False)}
 Operand = Float8Operand | Tensor
 SCALE_STRIDE = 4  # cuBLAS wants scales at multiples of 16 bytes
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -83,18 +85,20 @@ class Scaling:
 
         The last input is kept alive so that its memory, by which it is recognized, cannot become another tensor's.
         """
-        key = _key(x, training)
-        known = self._input is not None and key is not None and self._input[0] == key
-        if known and all(made is not None or not asked for made, asked in zip(self._input[2], (plain, transposed))):
-            return self._input[2]
-        pair = self.quantize(layer, "activations", x.reshape(-1, x.shape[-1]), plain, transposed, training=training)
-        self._input = None if key is None else (key, x.detach(), pair)
+        key, known = _key(x, training), self._input
+        if known is not None and known[0] == key:
+            pair = known[2]
+            if (pair[0] is not None or not plain) and (pair[1] is not None or not transposed):
+                return pair
+        matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        pair = self.quantize(layer, "activations", matrix, plain, transposed, training=training)
+        self._input = None if key is None else (key, x.untyped_storage(), pair)
         return pair
 
     def offer_input(self, x: Tensor, pair: tuple[Operand, Operand | None], training: bool) -> None:
         """The operands of `x`, made together with it, for the layer that gets it next."""
         key = _key(x, training)
-        self._input = None if key is None else (key, x.detach(), pair)
+        self._input = None if key is None else (key, x.untyped_storage(), pair)
 
     def __getstate__(self) -> dict:
         """A copy (copy.deepcopy of a model) begins without an input: it would not keep that memory alive.
@@ -144,7 +148,7 @@ class CurrentScaling(Scaling):
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
         dtype = FP8_DTYPES[self.formats[role]]
-        return casts.cast_per_tensor(matrix, dtype, scale=scale, plain=plain, transposed=transposed)
+        return casts.per_tensor(matrix, dtype, scale, None, plain, transposed, right=_RIGHT[role])
 
 
 class PerChannelScaling(Scaling):
@@ -153,7 +157,7 @@ class PerChannelScaling(Scaling):
     granularity = "row"
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        return casts.cast_per_row(matrix, FP8_DTYPES[self.formats[role]], plain=plain, transposed=transposed)
+        return casts.groups("row", matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
 
 
 class BlockScaling(Scaling):
@@ -162,8 +166,8 @@ class BlockScaling(Scaling):
     granularity = "block"
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        cast = casts.cast_tiles if role == "weights" else casts.cast_blocks
-        return cast(matrix, FP8_DTYPES[self.formats[role]], plain=plain, transposed=transposed)
+        granularity = "tile" if role == "weights" else "block"
+        return casts.groups(granularity, matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
 
 
 class MXScaling(Scaling):
@@ -231,7 +235,8 @@ class DelayedScaling(Scaling):
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
         own_scale, amax = self._entry(layer, role, matrix.device, training)
         scale = scale if own_scale is None else own_scale
-        return casts.cast_per_tensor(matrix, FP8_DTYPES[self.formats[role]], scale, amax, plain, transposed)
+        dtype = FP8_DTYPES[self.formats[role]]
+        return casts.per_tensor(matrix, dtype, scale, amax, plain, transposed, right=_RIGHT[role])
 
     def knows_input(self, layer: int) -> bool:
         """Whether a layer's input has a history, so that it can be cast as it is made."""
@@ -246,7 +251,7 @@ class DelayedScaling(Scaling):
         """
         scale, amax = self._entry(layer, "activations", gate.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
-        *pair, values = casts.swiglu_cast(gate, up, dtype, scale, amax, transposed=transposed)
+        *pair, values = casts.swiglu(gate.contiguous(), up.contiguous(), dtype, scale, amax, True, transposed)
         return values, tuple(pair)
 
     def rms_norm_input(
@@ -258,7 +263,8 @@ class DelayedScaling(Scaling):
         """
         scale, amax = self._entry(layer, "activations", x.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
-        *pair, values = casts.rms_norm_cast(x, weight, inverse_rms, dtype, scale, amax, transposed=transposed)
+        inputs = x.contiguous(), weight.contiguous(), inverse_rms
+        *pair, values = casts.rms_norm(*inputs, dtype, scale, amax, True, transposed)
         return values, tuple(pair)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeropp_fp8.compute.differentiable_once import differentiable_once
+from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
 from zeropp_fp8.compute.fused_module import (
     FusedModule,
     fuse,
@@ -50,6 +50,9 @@ class _SwiGLU(torch.autograd.Function):
         return *swiglu_backward(grad.contiguous(), gate, up), None, None
 
 
+_apply = applied(_SwiGLU)
+
+
 class _SwiGLUModule(FusedModule):
     """A gated feed-forward module of transformers, with its product fused."""
 
@@ -60,7 +63,7 @@ class _SwiGLUModule(FusedModule):
             bias_trains = down.bias is not None and down.bias.requires_grad
             trains = gate.requires_grad or up.requires_grad or down.weight_requires_grad or bias_trains
             training = torch.is_grad_enabled() and trains
-            return down(_SwiGLU.apply(gate, up, down, training))
+            return down(_apply(gate, up, down, training))
         return down(self.act_fn(gate) * up)
 
 

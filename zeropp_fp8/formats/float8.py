@@ -7,6 +7,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
 
+MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of what is cast
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: 1 / scale is finite
 
 

@@ -9,6 +9,7 @@ dtypes of tensors, whether addresses and integers are multiples of 16, integers 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -90,33 +91,37 @@ class Plan:
 
     def __init__(self, kernel: Kernel, grid: tuple[int, ...], last: Sequence[Any], constants: dict[str, Any]) -> None:
         self._kernel, self._grid, self._last, self._constants = kernel, grid, tuple(last), constants
-        self._grid_of_three, self._last_values = (*grid, 1, 1)[:3], tuple(bind(last)[0])
-        self._compiled: Compiled | None = None  # for tensors that lie at multiples of 16 wherever it matters
+        self._known: Compiled | None = None  # for tensors that lie at multiples of 16 wherever it matters
         self._matters: tuple[bool, ...] = ()
+        self._before = (*grid, 1, 1)[:3]  # what the launcher takes before the stream, and after the tensors
+        self._after: tuple = ()
 
-    def __call__(self, *first: Tensor) -> None:
-        """Launch with tensors that are as many, and of the device and the dtypes, as in the first call; None is none.
+    def __call__(self, *first: Tensor | None) -> None:
+        """Launch with tensors that are as many, and of the device and the dtypes, as in the first call; a tensor first.
 
-        Tensors of FP8 count as their bytes.
+        Tensors of FP8 count as their bytes. For None, a tensor that the kernel does not touch, the first one stands.
         """
-        values = [tensor.data_ptr() for tensor in first]
-        compiled = self._compiled
-        if compiled is not None and compiled.device == torch._C._cuda_getDevice():
+        place = first[0].data_ptr()
+        values = [place if tensor is None else tensor.data_ptr() for tensor in first]
+        known, hooks = self._known, knobs.runtime
+        if known is not None and known.device == torch._C._cuda_getDevice():
             bits = 0
-            for value, matters in zip(values, self._matters):
-                bits |= value if matters else 0
-            hooks = knobs.runtime
-            if bits % 16 == 0 and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls):
-                compiled.launch(self._grid_of_three, (*values, *self._last_values))
+            for value in compress(values, self._matters):
+                bits |= value
+            if not (bits % 16 or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls):
+                stream = torch._C._cuda_getCurrentRawStream(known.device)
+                known.run(*self._before, stream, *known.kernel, *values, *self._after)
                 return
         # Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
-        given = [tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor for tensor in first]
+        tensors = [first[0] if tensor is None else tensor for tensor in first]
+        given = [tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor for tensor in tensors]
         compiled = self._kernel.launch(self._grid, (*given, *self._last), self._constants)
         if compiled is not None:
             params = self._kernel.jitted.params[: len(first)]
             matters = tuple(not param.do_not_specialize_on_alignment for param in params)
-            if not any(value % 16 for value, own in zip(values, matters) if own):
-                self._compiled, self._matters = compiled, matters
+            if not any(value % 16 for value in compress(values, matters)):
+                self._known, self._matters = compiled, matters
+                self._after = (*bind(self._last)[0], *compiled.constants)
 
 
 def bind(arguments: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:

@@ -9,6 +9,9 @@ A program has a whole 128 x 128 tile, hence all groups of both copies that touch
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +19,10 @@ from torch import Tensor
 from zeropp_fp8.kernels.casts.cast_tensor import cast_tile
 from zeropp_fp8.kernels.casts.matrices import (
     BLOCK,
+    CastPlan,
     Launch,
     amax_of,
     codes_of,
-    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
@@ -27,7 +30,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     store_tile,
     tile_of_program,
 )
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel
 
 # A thread holds 64 values. Left alone, the compiler takes 153 registers per thread for blocks in both copies, and one
 # program would run on a multiprocessor at a time; with 128 (and 3 registers spilled) it is two.
@@ -101,21 +104,57 @@ def cast_blocks_kernel(
 
 
 def cast_blocks(
-    matrix: Tensor,
-    codes: Tensor | None,
-    codes_t: Tensor | None,
-    scale: Tensor | None,
-    scale_t: Tensor | None,
-    tiles: bool = False,
-) -> None:
+    matrix: Tensor, dtype: torch.dtype, plain: bool, transposed: bool, tiles: bool = False
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Cast a matrix with a scale per 1 x 128 elements along each copy's rows, or per 128 x 128.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C], contiguous.
-        codes, codes_t: float8 [R, C rounded up to a multiple of 128] and [C, R rounded up], contiguous, or None.
-        scale, scale_t: fp32 [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous, or None; of tiles
-            [ceil(R / 128), ceil(C / 128)] and its transpose, whose rows may be padded.
+        dtype: of the codes.
+        plain, transposed: which copies to make.
+
+    Returns:
+        (codes [R, C rounded up to a multiple of 128], codes [C, R rounded up], contiguous; their scales, fp32
+        [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous; of tiles [ceil(R / 128), ceil(C / 128)]
+        and its transpose, whose rows are padded), None for a copy that is not wanted.
     """
-    if codes is not None or codes_t is not None:
-        lengths = tuple(tensor.stride(0) if tiles and tensor is not None else 0 for tensor in (scale, scale_t))
-        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), lengths, TILES=tiles)
+    if not (plain or transposed):
+        return None, None, None, None
+    plan = _plan(CAST, matrix.shape, matrix.dtype, matrix.device, dtype, plain, transposed, tiles)
+    rows, columns = matrix.shape
+    codes, codes_t = plan.empty()
+    scale = _empty_scale(rows, columns, tiles, matrix.device) if plain else None
+    scale_t = _empty_scale(columns, rows, tiles, matrix.device) if transposed else None
+    plan.launch(matrix, codes, codes_t, scale, scale_t)
+    return codes, codes_t, scale, scale_t
+
+
+def _scale_length(summed: int) -> int:
+    """Of a row of scales per tile."""
+    alignment = TILE_SCALE_ALIGNMENT.value
+    return -(-summed // (BLOCK * alignment)) * alignment
+
+
+def _empty_scale(rows: int, summed: int, tiles: bool, device: torch.device) -> Tensor:
+    blocks = -(-summed // BLOCK)
+    if not tiles:
+        return torch.empty_strided((rows, blocks), (1, rows), dtype=torch.float32, device=device)
+    scale = torch.empty(-(-rows // BLOCK), _scale_length(summed), dtype=torch.float32, device=device)
+    return scale[:, :blocks]
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    launch: Launch,
+    shape: torch.Size,
+    matrix_dtype: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+    tiles: bool,
+) -> CastPlan:
+    rows, columns = shape
+    lengths = _scale_length(columns) if tiles and plain else 0, _scale_length(rows) if tiles and transposed else 0
+    wanted = dtype, plain, transposed, (False, False), BLOCK
+    return CastPlan(cast_blocks_kernel, launch, shape, matrix_dtype, device, *wanted, lengths, TILES=tiles)

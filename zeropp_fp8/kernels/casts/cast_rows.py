@@ -9,17 +9,20 @@ a program holds whole rows.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import (
-    Form,
+    ALIGNMENT,
+    CastPlan,
     Launch,
     amax_of,
     codes_of,
-    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
@@ -28,7 +31,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     tile_of_program,
     tiles,
 )
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 
 CAST = Launch(tile_rows=128, tile_columns=64, num_warps=4)
 # The amax pass writes 4 bytes for each row and column of its tiles, 1/32 of the bf16 elements it reads.
@@ -148,6 +151,7 @@ def cast_whole_rows_kernel(
     rows,
     columns,
     plain_length,
+    transposed_length,
     FORM: tl.constexpr,
 ):
     """One program: whole rows of up to FORM.columns elements."""
@@ -161,67 +165,79 @@ def cast_whole_rows_kernel(
 
 
 def cast_rows(
-    matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
-) -> None:
+    matrix: Tensor, dtype: torch.dtype, plain: bool, transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Cast a matrix with a scale per row of each copy.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C], contiguous.
-        codes, codes_t: float8 [R, C rounded up to a multiple of 16] and [C, R rounded up], contiguous, or None.
-        scale, scale_t: fp32 [R, 1] and [C, 1], contiguous, or None; written.
+        dtype: of the codes.
+        plain, transposed: which copies to make.
+
+    Returns:
+        (codes [R, C rounded up to a multiple of 16], codes [C, R rounded up], contiguous; their scales, fp32 [R, 1] and
+        [C, 1]), None for a copy that is not wanted.
     """
-    if codes is None and codes_t is None:
-        return
+    if not (plain or transposed):
+        return None, None, None, None
     rows, columns = matrix.shape
-    if codes_t is None and columns <= _LARGEST_ROW:
-        _cast_whole_rows(matrix, codes, scale)
-        return
-    form = Form.of(codes, codes_t, _AMAX_TILE, _AMAX_TILE)
-    # A copy that is not wanted gets the matrix instead of buffers of its own; nothing touches it.
-    row_amax = column_amax = matrix
-    scale_programs = 0
-    if codes is not None:
-        row_amax = _empty(matrix, triton.cdiv(columns, _AMAX_TILE), rows)
-        scale_programs += triton.cdiv(rows, _SCALES)
-    if codes_t is not None:
-        column_amax = _empty(matrix, triton.cdiv(rows, _AMAX_TILE), columns)
-        scale_programs += triton.cdiv(columns, _SCALES)
-    tile_amax_kernel[(tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)](
-        matrix, row_amax, column_amax, rows, columns, FORM=form, num_warps=_AMAX_WARPS
-    )
-    scales_kernel[(scale_programs,)](
-        row_amax,
-        column_amax,
-        matrix if scale is None else scale,
-        matrix if scale_t is None else scale_t,
-        rows,
-        columns,
-        FORM=form,
-        SCALES=_SCALES,
-        PARTIALS=_PARTIALS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    launch_cast(cast_rows_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t))
-
-
-def _cast_whole_rows(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
-    rows, columns = matrix.shape
-    # A row of the padded copy must fit, too: its length is at most the next power of two from 16 on.
-    width = max(16, triton.next_power_of_2(columns))
-    tile_rows = max(1, _ROWS_NUMEL // width)
-    cast_whole_rows_kernel[(tiles(rows, 1, tile_rows, 1),)](
-        matrix,
-        codes.view(torch.uint8),
-        scale,
-        rows,
-        columns,
-        codes.shape[1],
-        FORM=Form.of(codes, None, tile_rows, width),
-        num_warps=max(4, tile_rows * width // 1024),
-        enable_fp_fusion=False,
-    )
+    key = matrix.shape, matrix.dtype, matrix.device, dtype
+    if not transposed and columns <= _LARGEST_ROW:
+        plan = _whole_rows_plan(*key)
+        codes, _ = plan.empty()
+        scale = _empty(matrix, rows, 1)
+        plan.launch(matrix, codes, scale)
+        return codes, None, scale, None
+    plan, find_amaxes, make_scales = _plans(CAST, *key, plain, transposed)
+    codes, codes_t = plan.empty()
+    scale = scale_t = row_amax = column_amax = None
+    if plain:
+        scale, row_amax = _empty(matrix, rows, 1), _empty(matrix, -(-columns // _AMAX_TILE), rows)
+    if transposed:
+        scale_t, column_amax = _empty(matrix, columns, 1), _empty(matrix, -(-rows // _AMAX_TILE), columns)
+    find_amaxes(matrix, row_amax, column_amax)
+    # The matrix stands for what is not made; nothing touches it.
+    make_scales(*(matrix if tensor is None else tensor for tensor in (row_amax, column_amax, scale, scale_t)))
+    plan.launch(matrix, codes, codes_t, scale, scale_t)
+    return codes, codes_t, scale, scale_t
 
 
 def _empty(matrix: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=matrix.device)
+
+
+@functools.lru_cache(PLANS)
+def _plans(
+    launch: Launch,
+    shape: torch.Size,
+    matrix_dtype: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+) -> tuple[CastPlan, Plan, Plan]:
+    """(the cast, the launch that finds amaxes of tiles, the one that makes scales of these)."""
+    rows, columns = shape
+    plan = CastPlan(
+        cast_rows_kernel, launch, shape, matrix_dtype, device, dtype, plain, transposed, (False, False), ALIGNMENT
+    )
+    form = dataclasses.replace(plan.form, rows=_AMAX_TILE, columns=_AMAX_TILE)
+    amax_grid = (tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)
+    find_amaxes = Plan(tile_amax_kernel, amax_grid, (rows, columns), {"FORM": form, "num_warps": _AMAX_WARPS})
+    programs = (triton.cdiv(rows, _SCALES) if plain else 0) + (triton.cdiv(columns, _SCALES) if transposed else 0)
+    constants = {"FORM": form, "SCALES": _SCALES, "PARTIALS": _PARTIALS, "num_warps": 4, "enable_fp_fusion": False}
+    return plan, find_amaxes, Plan(scales_kernel, (programs,), (rows, columns), constants)
+
+
+@functools.lru_cache(PLANS)
+def _whole_rows_plan(
+    shape: torch.Size, matrix_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
+) -> CastPlan:
+    columns = shape[1]
+    # A row of the padded copy must fit, too: its length is at most the next power of two from 16 on.
+    width = max(16, triton.next_power_of_2(columns))
+    tile_rows = max(1, _ROWS_NUMEL // width)
+    launch = Launch(tile_rows, width, max(4, tile_rows * width // 1024))
+    return CastPlan(
+        cast_whole_rows_kernel, launch, shape, matrix_dtype, device, dtype, True, False, (False, False), ALIGNMENT
+    )

@@ -8,17 +8,20 @@ cache). That takes neither an atomic operation nor zeroed memory, so it costs no
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import (
+    ALIGNMENT,
+    CastPlan,
     Launch,
     amax_of,
     codes_of,
     larger,
-    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
@@ -26,7 +29,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     store_tile,
     tile_of_program,
 )
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 
 # 128 codes of a row are a cache line of the transposed copy.
 CAST = Launch(tile_rows=128, tile_columns=64, num_warps=4)
@@ -139,41 +142,80 @@ def cast_tensor_kernel(
 
 def partial_amax(matrix: Tensor) -> Tensor:
     """fp32 [n], n <= 512: their maximum is the largest finite magnitude of a contiguous bf16, fp16 or fp32 tensor."""
-    programs = min(LARGEST_PARTIALS, triton.cdiv(matrix.numel(), _AMAX_TILE))
-    partials = torch.empty(programs, dtype=torch.float32, device=matrix.device)
-    partial_amax_kernel[(programs,)](matrix, partials, matrix.numel(), TILE=_AMAX_TILE, num_warps=_AMAX_WARPS)
+    numel, device = matrix.numel(), matrix.device
+    partials = torch.empty_strided((_amax_programs(numel),), (1,), dtype=torch.float32, device=device)
+    _amax_plan(numel, matrix.dtype, device)(matrix, partials)
     return partials
+
+
+def _amax_programs(numel: int) -> int:
+    return min(LARGEST_PARTIALS, -(-numel // _AMAX_TILE))  # triton.cdiv makes ten Python calls
+
+
+@functools.lru_cache(PLANS)
+def _amax_plan(numel: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    constants = {"TILE": _AMAX_TILE, "num_warps": _AMAX_WARPS}
+    return Plan(partial_amax_kernel, (_amax_programs(numel),), (numel,), constants)
 
 
 def cast_tensor(
     matrix: Tensor,
-    codes: Tensor | None,
-    codes_t: Tensor | None,
-    scale: Tensor,
-    partials: Tensor | None = None,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+    scale: Tensor | None = None,
     amax_out: Tensor | None = None,
-) -> None:
+    right: tuple[bool, bool] = (False, False),
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Cast a matrix with one scale.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C], contiguous.
-        codes: float8 [R, C rounded up to a multiple of 16], contiguous, or None.
-        codes_t: float8 [C, R rounded up to a multiple of 16], contiguous, or None.
-        scale: fp32 [1]; read, or written where `partials` are given.
-        partials: fp32, the results of `partial_amax`.
+        dtype: of the codes.
+        plain, transposed: which copies to make, at least one.
+        scale: fp32 [1]; None: the matrix' own.
         amax_out: fp32 [1], becomes the maximum of itself and the matrix' largest finite magnitude; or None.
+        right: which of the two copies a GEMM takes as its second operand.
+
+    Returns:
+        (codes [R, C rounded up to a multiple of 16] or None, codes [C, R rounded up] or None, the scale); the transpose
+        of codes that are `right`.
     """
-    if codes is None and codes_t is None:
-        return
-    launch_cast(
-        cast_tensor_kernel,
+    partials = None
+    if scale is None:
+        partials = partial_amax(matrix)
+        scale = torch.empty_strided((1,), (1,), dtype=torch.float32, device=matrix.device)
+    plan = _plan(
         CAST,
-        (matrix,),
-        codes,
-        codes_t,
-        (scale, partials, amax_out),
-        (0 if partials is None else partials.numel(),),
-        CURRENT=partials is not None,
-        RECORD=amax_out is not None,
-        PARTIALS=LARGEST_PARTIALS,
+        matrix.shape,
+        matrix.dtype,
+        matrix.device,
+        dtype,
+        plain,
+        transposed,
+        right,
+        partials is None,
+        amax_out is None,
     )
+    codes, codes_t = plan.empty()
+    plan.launch(matrix, codes, codes_t, scale, partials, amax_out)
+    return codes, codes_t, scale
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    launch: Launch,
+    shape: torch.Size,
+    matrix_dtype: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+    right: tuple[bool, bool],
+    given: bool,
+    unrecorded: bool,
+) -> CastPlan:
+    lengths = (0 if given else _amax_programs(shape.numel()),)
+    constants = {"CURRENT": not given, "RECORD": not unrecorded, "PARTIALS": LARGEST_PARTIALS}
+    wanted = dtype, plain, transposed, right, ALIGNMENT
+    return CastPlan(cast_tensor_kernel, launch, shape, matrix_dtype, device, *wanted, lengths, **constants)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.casts.cast_tensor import cast_tile, record_amax
 from zeropp_fp8.kernels.casts.matrices import (
+    ALIGNMENT,
+    CastPlan,
     Launch,
     exponential,
-    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
@@ -116,32 +117,60 @@ def fused_cast(
     first: Tensor,
     second: Tensor,
     inverse_rms: Tensor | None,
-    codes: Tensor | None,
-    codes_t: Tensor | None,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
     scale: Tensor,
     amax_out: Tensor | None,
-    values: Tensor,
-) -> None:
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Cast silu(first) * second, or the RMSNorm of the rows of `first`, with a given scale, in one pass.
 
     Args:
         first: bf16, fp16 or fp32 [R, C], contiguous, as all of them.
         second: like `first`; of RMSNorm the weight, [C] of the same dtype.
         inverse_rms: fp32 [R], see the function of that name; None: SwiGLU.
-        codes: float8 [R, C rounded up to a multiple of 16], or None.
-        codes_t: float8 [C, R rounded up to a multiple of 16], or None.
+        dtype, plain, transposed: see `cast_tensor`.
         scale: fp32 [1].
         amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
-        values: like `first`, becomes the result before the cast.
+
+    Returns:
+        (codes [R, C rounded up to a multiple of 16] or None, the transpose of codes [C, R rounded up] or None, the
+        result before the cast, like `first`).
     """
-    launch_cast(
+    launch = SWIGLU if inverse_rms is None else RMS_NORM
+    recorded = amax_out is not None
+    plan = _plan(
+        launch, first.shape, first.dtype, first.device, dtype, plain, transposed, inverse_rms is not None, recorded
+    )
+    values = torch.empty_like(first)
+    codes, codes_t = plan.empty()
+    plan.launch(first, second, inverse_rms, values, codes, codes_t, scale, amax_out)
+    return codes, codes_t, values
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    launch: Launch,
+    shape: torch.Size,
+    matrix_dtype: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+    norm: bool,
+    recorded: bool,
+) -> CastPlan:
+    constants = {"NORM": norm, "RECORD": recorded, "INTERPRETED": interpreted()}
+    return CastPlan(
         fused_cast_kernel,
-        SWIGLU if inverse_rms is None else RMS_NORM,
-        (first, second, first if inverse_rms is None else inverse_rms, values),
-        codes,
-        codes_t,
-        (scale, amax_out),
-        NORM=inverse_rms is not None,
-        RECORD=amax_out is not None,
-        INTERPRETED=interpreted(),
+        launch,
+        shape,
+        matrix_dtype,
+        device,
+        dtype,
+        plain,
+        transposed,
+        (False, True),
+        ALIGNMENT,
+        **constants,
     )

@@ -9,7 +9,6 @@ neighbours are masked alike, and the copies' rows are padded to a multiple of 16
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from zeropp_fp8.formats.float8 import MATRIX_DTYPES
 from zeropp_fp8.kernels.elements import SMALLEST_SCALE, fp8_codes
-from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
+from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
 
+ALIGNMENT = 16  # of a row of codes, in bytes
 BLOCK = 128
 LARGEST_SIDE = 2**31 - BLOCK  # indices of rows and columns are int32
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -148,74 +149,67 @@ class Form:
     rows: int
     columns: int
 
-    @classmethod
-    def of(cls, codes: Tensor | None, codes_t: Tensor | None, rows: int, columns: int) -> Form:
-        """The form of a cast that makes these copies, at least one, in tiles of rows x columns."""
-        copy = codes_t if codes is None else codes
-        return form_of(codes is not None, codes_t is not None, copy.dtype, copy.device, rows, columns)
 
+class CastPlan:
+    """Casts of matrices that differ in their numbers only; all that follows from the rest is worked out once.
 
-@functools.cache
-def form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> Form:
-    """The form of a cast to codes of `dtype`, in tiles of rows x columns."""
-    return Form(plain, transposed, LARGEST_CODE[dtype], native_float8(device), rows, columns)
-
-
-def launch_cast(
-    kernel: Kernel,
-    launch: Launch,
-    inputs: tuple[Tensor, ...],
-    codes: Tensor | None,
-    codes_t: Tensor | None,
-    others: tuple[Tensor | None, ...],
-    lengths: tuple[int, ...] = (),
-    **constants,
-) -> None:
-    """Launch a cast of matrices with a program per tile.
+    Attributes:
+        launch: launches the kernel; it takes the tensors.
+        form: of the kernel.
 
     Args:
-        inputs: matrices of one shape first.
-        codes, codes_t: the copies to make, at least one; rows may be padded.
-        others: scales, amaxes and copies of a second result, None for what is not wanted.
+        shape, matrix_dtype, device: of the matrices, on which a program has a tile each.
+        dtype: of codes.
+        plain, transposed: which copies are made, at least one.
+        right: which of the two a GEMM takes as its second operand.
+        multiple: elements that the length of a row of codes is rounded up to.
         lengths: integers that follow those of the matrices.
+        constants: of the kernel, by name.
+
+    Raises:
+        TypeError: matrices of another dtype than bf16, fp16 or fp32.
     """
-    like = inputs[0]
-    plan = _plan(
-        kernel,
-        launch,
-        like.shape,
-        like.dtype,
-        like.device,
-        None if codes is None else codes.shape[1],
-        None if codes_t is None else codes_t.shape[1],
-        codes_t.dtype if codes is None else codes.dtype,
-        tuple([tensor is None for tensor in others]),
-        lengths,
-        *constants.items(),
-    )
-    plan(*inputs, *[like if tensor is None else tensor for tensor in (codes, codes_t, *others)])
 
+    def __init__(
+        self,
+        kernel: Kernel,
+        launch: Launch,
+        shape: torch.Size,
+        matrix_dtype: torch.dtype,
+        device: torch.device,
+        dtype: torch.dtype,
+        plain: bool,
+        transposed: bool,
+        right: tuple[bool, bool],
+        multiple: int,
+        lengths: tuple[int, ...] = (),
+        **constants,
+    ) -> None:
+        if matrix_dtype not in MATRIX_DTYPES:
+            raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix_dtype}")
+        rows, columns = shape
+        lying = (rows, -(-columns // multiple) * multiple), (columns, -(-rows // multiple) * multiple)
+        self._copies = [
+            ((tuple(reversed(sizes)), (1, sizes[1])) if is_right else (sizes, (sizes[1], 1))) if made else None
+            for sizes, made, is_right in zip(lying, (plain, transposed), right)
+        ]
+        self._memory = {"dtype": dtype, "device": device}
+        sides = launch.tile_rows, launch.tile_columns
+        self.form = Form(plain, transposed, LARGEST_CODE[dtype], native_float8(device), *sides)
+        numbers = rows, columns, lying[0][1] if plain else 0, lying[1][1] if transposed else 0, *lengths
+        grid = (tiles(rows, columns, *sides),)
+        self.launch = Plan(kernel, grid, numbers, {"FORM": self.form, **constants, **launch.options()})
 
-@functools.lru_cache(PLANS)
-def _plan(
-    kernel: Kernel,
-    launch: Launch,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    plain_length: int | None,
-    transposed_length: int | None,
-    code_dtype: torch.dtype,
-    absent: tuple[bool, ...],
-    lengths: tuple[int, ...],
-    *constants: tuple[str, object],
-) -> Plan:
-    """The launch of casts that differ in their tensors only; all that follows from the arguments is worked out once."""
-    plain, transposed = plain_length is not None, transposed_length is not None
-    form = form_of(plain, transposed, code_dtype, device, launch.tile_rows, launch.tile_columns)
-    numbers = (*shape, plain_length or 0, transposed_length or 0, *lengths)
-    grid = (tiles(*shape, launch.tile_rows, launch.tile_columns),)
-    return Plan(kernel, grid, numbers, {"FORM": form, **dict(constants), **launch.options()})
+    def empty(self) -> tuple[Tensor | None, Tensor | None]:
+        """Uninitialised codes [R, C rounded up] and [C, R rounded up], or their transposes where these are `right`.
+
+        Kernels write the padding too.
+        """
+        copy, copy_t = self._copies  # torch.empty takes twice as long
+        return (
+            None if copy is None else torch.empty_strided(*copy, **self._memory),
+            None if copy_t is None else torch.empty_strided(*copy_t, **self._memory),
+        )
 
 
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:

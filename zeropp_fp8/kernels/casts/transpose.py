@@ -41,9 +41,9 @@ def transpose(codes: Tensor, transposed: Tensor) -> None:
 
     Args:
         codes: uint8 or FP8 [R, C], contiguous.
-        transposed: of the same dtype, [C, L] with R <= L <= R rounded up to 128, contiguous; zeros beyond R.
+        transposed: of the same dtype, [L, C] of strides (1, L), R <= L <= R rounded up to 128; zeros beyond R.
     """
-    _plan(codes.shape, transposed.shape[1], codes.device)(codes, transposed)
+    _plan(codes.shape, transposed.shape[0], codes.device)(codes, transposed)
 
 
 @functools.lru_cache(PLANS)
