@@ -29,8 +29,8 @@ class Remembered:
         lossy: its values came through a quantized format.
         stored: its codes, if it is stored as codes (zero/frozen/store.py).
         operand: its gathered codes, for a product (compute/operand.py); meanwhile its values are NaN.
-        kept: the operand that `operand` is while there are codes. Its tensors stay: autograd saves them, not what is
-            in them, which is dropped and gathered again for backward.
+        in_graphs: (codes, scale) of `operand` in tensors that stay from gather to gather: graphs take them, and their
+            backward saves them, not what is in them.
         as_numbers: the codes are also decoded, because code other than the layer reads the values (DoRA's norm of the
             weight, a product that a model forms by itself): whenever the codes are there; backward needs them too.
         name: in the model, for errors.
@@ -40,7 +40,7 @@ class Remembered:
     lossy: bool = False
     stored: Any = None
     operand: Any = None
-    kept: Any = field(default=None, compare=False)  # it alone is no reason for a slot
+    in_graphs: tuple[Tensor, Tensor] | None = field(default=None, compare=False)  # alone it is no reason for a slot
     as_numbers: bool = False
     name: str | None = None
 
@@ -131,18 +131,20 @@ def set_dropped(param: Parameter, nothing: Tensor | None = None) -> None:
 def set_operand(param: Parameter, operand: Any) -> None:
     """Give an attached parameter its gathered codes, a Float8Operand."""
     remembered = param.__dict__[SLOT]
-    kept = remembered.kept
-    if kept is None or not kept.is_like(operand):
-        kept = remembered.kept = operand.emptied()
-    kept.codes.data, kept.scale.data = operand.codes, operand.scale
-    remembered.operand = kept
+    if remembered.in_graphs is None or remembered.in_graphs[0].dtype != operand.dtype:
+        with torch.inference_mode(False):  # what an evaluation gathers first, training may save
+            remembered.in_graphs = torch.empty(0, dtype=operand.dtype), torch.empty(0)
+    codes, scale = remembered.in_graphs
+    codes.data, scale.data = operand.codes, operand.scale
+    remembered.operand = operand
 
 
 def drop_operand(param: Tensor) -> None:
     """Drop the parameter's codes, if there are some."""
     remembered = param.__dict__.get(SLOT)
     if remembered is not None and remembered.operand is not None:
-        remembered.kept.codes.data = _nothing_of(remembered.kept.dtype, remembered.kept.codes.device)
+        codes, _ = remembered.in_graphs
+        codes.data = _nothing_of(codes.dtype, codes.device)
         remembered.operand = None
 
 

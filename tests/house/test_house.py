@@ -17,13 +17,13 @@ from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 962,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
+    "": 964,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2175,
-    "compute": 2095,
+    "compute": 2131,
     "config": 1885,
     "doctor": 1370,
-    "formats": 2472,
-    "kernels": 5277,
+    "formats": 2473,
+    "kernels": 5402,
     "numerics": 1180,
     "optim": 927,
     "plan": 1779,

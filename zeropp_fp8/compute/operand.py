@@ -59,17 +59,6 @@ class Float8Operand:
         """The FP8 format."""
         return self.codes.dtype
 
-    @torch.inference_mode(False)  # what an evaluation gathers first, training may save for backward
-    def emptied(self) -> Float8Operand:
-        """An operand of the kind without codes and scales, in tensors of its own that are given them as `data`."""
-        codes, scale = (torch.empty(0, dtype=t.dtype, device=t.device) for t in (self.codes, self.scale))
-        return Float8Operand(codes, scale, self.shape, self.granularity)
-
-    def is_like(self, other: Float8Operand) -> bool:
-        """Whether the other's codes and scales can be given to this one's tensors."""
-        mine, its = ((o.codes.dtype, o.codes.device, o.shape, o.granularity) for o in (self, other))
-        return mine == its
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[rows, K] in `dtype`: code * scale in fp32, rounded once; padding is dropped. For tests and emulation."""
         rows, summed = self.shape

@@ -145,8 +145,7 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     known = getattr(weight, sharded.SLOT, None)  # a trace follows attributes, not __dict__
-    gathered = None if known is None else known.operand
-    codes, scale = (None, None) if gathered is None else (gathered.codes, gathered.scale)
+    codes, scale = (None, None) if known is None or known.operand is None else known.in_graphs
     (caster,) = layer.casts_input
     return torch.ops.zeropp_fp8.linear(x, weight, codes, scale, bias, layer.number, caster.number, layer.kind, training)
 
@@ -164,9 +163,10 @@ def _linear(
     training: bool,
 ) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
-        precision = _precision(kind, number, caster)
-        operands = precision.input_operands(x.detach(), training and weight.requires_grad, training)
-        return _Linear.apply(x, weight, bias, codes, scale, number, operands, kind, training)
+        precision, needs_x = _precision(kind, number, caster), training and weight.requires_grad
+        x_q, x_t_q = precision.input_operands(x.detach(), needs_x, training)
+        saved = x.detach() if needs_x and x_t_q is None else x_t_q
+        return _Linear.apply(x, weight, bias, codes, scale, number, x_q, saved, kind, training)
 
 
 class _Linear(torch.autograd.Function):
@@ -181,15 +181,18 @@ class _Linear(torch.autograd.Function):
         codes: Tensor | None,
         scale: Tensor | None,
         number: Tensor,
-        operands: tuple[Operand, Operand | None],
+        x_q: Operand,
+        saved_x: Operand | None,
         kind: str,
         training: bool,
     ) -> Tensor:
-        precision, (x_q, x_t_q) = _precision(kind, number, number), operands
+        precision = _precision(kind, number, number)
         y, weight_scale = product(x_q, _with_codes(weight, codes, scale, kind), bias, precision, x.dtype, training)
         if training:
-            ctx.saved_x = _granularity_and_shape(x_t_q)
-            ctx.save_for_backward(weight, codes, scale, number, weight_scale, *_tensors_of(x_t_q))
+            ctx.of_x, tensors = None, () if saved_x is None else (saved_x,)
+            if isinstance(saved_x, Float8Operand):
+                ctx.of_x, tensors = (saved_x.shape, saved_x.granularity), (saved_x.codes, saved_x.scale)
+            ctx.save_for_backward(weight, codes, scale, number, weight_scale, *tensors)
             ctx.kind, ctx.x_shape, ctx.x_dtype = kind, x.shape, x.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -199,24 +202,18 @@ class _Linear(torch.autograd.Function):
         weight, codes, scale, number, weight_scale, *saved = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grad_y.reshape(-1, grad_y.shape[-1])
-        x = Float8Operand(*saved, *ctx.saved_x) if len(saved) == 2 else saved[0] if saved else None
+        x = saved[0] if saved else None
+        if ctx.of_x is not None:
+            x = Float8Operand(*saved, *ctx.of_x)
+        elif saved and _kind(ctx.kind).high.grad_weight:
+            x = x.reshape(grad.shape[0], -1).t()
         with torch.autocast(grad.device.type, enabled=False):
             grad_input, grad_weight = products_of_gradient(
                 grad, x, _with_codes(weight, codes, scale, ctx.kind), weight_scale,
                 _precision(ctx.kind, number, number), ctx.x_dtype, needs_input, needs_weight,
             )  # fmt: skip
             grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
-        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, *(None,) * 6
-
-
-def _tensors_of(operand: Operand | None) -> tuple[Tensor, ...]:
-    if isinstance(operand, Float8Operand):
-        return operand.codes, operand.scale
-    return () if operand is None else (operand,)
-
-
-def _granularity_and_shape(operand: Operand | None) -> tuple:
-    return (operand.shape, operand.granularity) if isinstance(operand, Float8Operand) else ()
+        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, *(None,) * 7
 
 
 # -- the cast ----------------------------------------------------------------------------------------------------------
