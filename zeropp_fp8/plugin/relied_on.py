@@ -82,6 +82,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
     (_FPDT, "_FPDTGPUOffloadingAttentionImpl_"): "backward(ctx)",
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", ""): "UlyssesSPAttentionHF",
     (_GROUPS, ""): "_WORLD_GROUP _clone_world_group _get_sequence_parallel_group _get_sequence_parallel_world_size",
+    ("deepspeed.comm", ""): "reduce_scatter_fn(output_tensor, tensor, group)",
     ("deepspeed.comm", "comms_logger"): "enabled prof_all prof_ops append(raw_name, record_name, latency, msg_size)",
     ("deepspeed.profiling.flops_profiler.profiler", ""): "module_flop_count module_mac_count",
     ("deepspeed.profiling.flops_profiler", "FlopsProfiler"): "start_profile(ignore_list) stop_profile",

@@ -159,7 +159,8 @@ class Buckets:
                 buffers += stage.gradients.take(params, parts, again)
                 continue
             places, _ = stage.gradients.destinations(params, again, headroom=1.0)
-            parts = [part[: place.numel()] for part, place in zip(parts, places)]
+            numels = [place.numel() for place in places]
+            parts = [part if part.numel() == n else part[:n] for part, n in zip(parts, numels)]
             if again:
                 torch._foreach_add_(places, [part.to(stage.gradient_accumulation_dtype) for part in parts])
             else:
