@@ -28,7 +28,7 @@ LINES = {
     "optim": 927,
     "plan": 1779,
     "plugin": 1594,
-    "zero": 2968,
+    "zero": 2976,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1299,
