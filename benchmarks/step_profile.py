@@ -4,8 +4,9 @@
 
 For each run: the step time without a profiler; device time of one step by kind of kernel, and how long the compute
 stream was busy; host time of one step by Python function (cProfile, of the main thread: on a GPU autograd runs
-backward's hooks in a thread of its own, which cProfile does not see) and by call into CUDA. Ranks, model and runs are
-those of harness/peers.py. On a CPU there is no device part.
+backward's hooks in a thread of its own, which cProfile does not see) and by call into CUDA; the peak of memory in each
+phase, and by owner at the highest. Ranks, model and runs are those of harness/peers.py. On a CPU there is no device
+part, and of memory only what rests between steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import profiling
+from benchmarks.harness import memory, profiling
 from benchmarks.harness.command import cut_into_nodes
 from benchmarks.harness.environment import describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
@@ -61,6 +62,7 @@ def worker(args) -> None:
             "found_gib": found / 2**30,
         }
         tokens = next(batches)
+        row["memory"] = memory.memory_profile(trainer, lambda: trainer.step(tokens), device, found)  # noqa: B023
         rank0 = dist.get_rank() == 0
         if device.type == "cuda":
             if rank0:
@@ -84,6 +86,7 @@ def show(row: dict) -> None:
     print(f"\n{row['run']}: step {row['step_ms']:.1f} ms, the host returns after {row['host_returns_after_ms']:.1f} ms")
     if "device" in row:
         profiling.show(row["run"], row["device"])
+    memory.show(row["memory"])
     host = row["host"]
     print(f"  host (one step under cProfile): {host['total_ms']:.0f} ms, {host['calls']} calls")
     profiling.show_top(host["functions"])

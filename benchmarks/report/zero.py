@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from benchmarks.harness.memory import OWNERS
+from benchmarks.harness.profiling import PHASES
 from benchmarks.report.blocks import Block, bold, paragraph, since, table
 
 LABELS = {
@@ -182,6 +184,17 @@ def profile_says(result: dict) -> str:
         `zeropp` {calls["zeropp"]}, FSDP2 {calls["fsdp2"]} (of the main thread: a profiler does not see what autograd's
         own thread calls in backward)."""
     )
+
+
+def memory_of_step(result: dict) -> str:
+    """GiB of a step on GPUs: the peaks of its phases, and by owner at the highest of them."""
+    of_run = {row["run"]: row["memory"] for row in result["rows"]}
+    rows = [["peak", *(f"{found['peak_gib']:.2f}" for found in of_run.values())]]
+    for title, key, names in (("", "phases_gib", PHASES), ("at the peak: ", "at_peak_gib", OWNERS)):
+        sizes = [found[key] for found in of_run.values()]
+        for name in (name for name in names if any(name in found for found in sizes)):
+            rows.append([title + name, *(f"{found[name]:.2f}" if name in found else "" for found in sizes)])
+    return table(["GiB", *(f"`{run}`" for run in of_run)], rows)
 
 
 KERNELS = {

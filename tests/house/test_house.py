@@ -28,7 +28,7 @@ LINES = {
     "optim": 927,
     "plan": 1779,
     "plugin": 1595,
-    "zero": 2983,
+    "zero": 2991,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1298,

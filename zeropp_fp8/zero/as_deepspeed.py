@@ -34,6 +34,7 @@ class Partitions:
 
     def __init__(self, stage) -> None:
         self.stage = stage
+        self._are_dropped = False
 
     def _setup_for_real_optimizer(self) -> None:
         stage = self.stage
@@ -63,6 +64,12 @@ class Partitions:
         else:
             flat = make(sum(numels), dtype=dtype, device=device)
         partitions.update(zip(map(sharded.key, new), flat.split(numels)))
+        self._are_dropped = False
+
+    def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[Tensor, int]:
+        if self._are_dropped:
+            raise RuntimeError("zeropp_fp8: a step drops the gradients: look at them between backward and step")
+        return self.stage.stock._get_fp32_grad_state_partition(param, release_swap_buffers)
 
     def forget(self) -> None:
         """The step has used the gradients, or they are not wanted: there are none until the next ones come."""
@@ -72,6 +79,7 @@ class Partitions:
         for partition in {p.untyped_storage().data_ptr(): p for p in partitions.values() if p.is_cuda}.values():
             partition.record_stream(torch.cuda.current_stream(partition.device))
         partitions.clear()
+        self._are_dropped = True
 
     def order_is_known(self, params: list[Parameter]) -> None:
         """The order in which quantized gradients of `params` are reduced is known."""
@@ -100,7 +108,7 @@ class Partitions:
 
     def write(self, param: Parameter, values: Tensor) -> None:
         """Replace this rank's part of a gradient by `values` [elements of the part]."""
-        partition, _ = self.stage.stock._get_fp32_grad_state_partition(param, False)
+        partition, _ = self._get_fp32_grad_state_partition(param, False)
         partition.data.view(-1)[: values.numel()].copy_(values)
 
     def drop(self, param: Parameter) -> None:

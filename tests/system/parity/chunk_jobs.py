@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from deepspeed.utils import safe_get_full_grad
 from models import section
+from ranks import attempt
 from running import (
     Spec,
     allow_fp16_on_cpu,
@@ -25,6 +26,7 @@ from running import (
 from whole_jobs import fields
 
 from zeropp_fp8.zero import chunks
+from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS
 
 CHUNK = 1024  # of 31,000 to 62,000 elements of a rank
 LEFT = ("weights", "masters")
@@ -121,3 +123,18 @@ def ranges_that_differ(engine):
             stage.gradients.copy_range(index, start, out)
             wrong += not torch.equal(out, expected[start:stop])
     return wrong
+
+
+def gradients_at_rest(section_of, offload):
+    """Bytes of gradients before and after each backward and update, and what reading one says after the update."""
+
+    def held(engine):
+        partitions = getattr(engine.optimizer, GRAD_PARTITIONS).values()
+        return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in partitions}.values())
+
+    def read(engine):
+        return attempt(lambda: safe_get_full_grad(engine.module.model.norm.weight))
+
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if offload else {}
+    events = [forward, see(held), backward, see(held), see(gradients), update, see(held), see(read)]
+    return run(Spec(section(section_of), "bf16", config), events * 2).seen
