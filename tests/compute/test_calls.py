@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeropp_fp8
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute import casts, gemm, operand
-from zeropp_fp8.kernels.casts import cast_blocks, cast_tensor, transpose
+from zeropp_fp8.kernels.casts import cast_tensor, matrices, transpose
 from zeropp_fp8.kernels.launching import Compiled, Kernel
 
 FOLDER = zeropp_fp8.__path__[0]
@@ -23,8 +23,8 @@ MOST = {
     ("delayed", False): ((31, 27), (6, 9)),
     ("current", True): ((25, 25), (7, 11)),
     ("current", False): ((35, 28), (10, 11)),
-    ("block", True): ((30, 33), (11, 17)),
-    ("block", False): ((41, 40), (15, 18)),
+    ("block", True): ((32, 35), (12, 17)),
+    ("block", False): ((45, 44), (17, 19)),
 }
 
 
@@ -44,7 +44,7 @@ def pretended_gpu(monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", multiply)
-    plans = cast_blocks._plan, cast_tensor._plan, cast_tensor._amax_plan, transpose._plan
+    plans = matrices.cast_plan, cast_tensor._amax_plan, transpose._plan
     for plan in plans:
         plan.cache_clear()
     yield

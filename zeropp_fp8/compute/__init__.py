@@ -9,7 +9,7 @@ scaling.py              which scales, and what they remember between steps
 products.py, linear.py  the three GEMMs of a layer, and the layer; operators.py: the same for torch.compile's graphs
 convert.py              finding the layers of a model
 rms_norm.py, swiglu.py  modules whose result is cast as it is made; fused_module.py: what both share
-differentiable_once.py  backward passes that cannot be differentiated
+differentiable_once.py  backward passes that cannot be differentiated, and functions that have them
 """
 
 from zeropp_fp8.compute.convert import ConversionReport, convert_linear_layers, restore_linear_layers

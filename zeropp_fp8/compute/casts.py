@@ -129,29 +129,15 @@ def cast_groups(
         others, result, errors: see `cast_per_tensor`; K is padded to a multiple of 16 for rows, else of 128.
     """
     matrix = _checked(matrix, dtype)
-    return groups(granularity, matrix, dtype, plain, transposed, use_kernels)
-
-
-def groups(
-    granularity: Granularity,
-    matrix: Tensor,
-    dtype: torch.dtype,
-    plain: bool,
-    transposed: bool,
-    use_kernels: bool | None = None,
-) -> Operands:
-    """`cast_groups` where no history of the matrix is written, of arguments that are as they should be."""
     if _with_kernels(matrix, use_kernels):
         from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks
         from zeropp_fp8.kernels.casts.cast_rows import cast_rows
 
-        matrix = matrix.contiguous()
         if granularity == "row":
             codes, codes_t, scale, scale_t = cast_rows(matrix, dtype, plain, transposed)
         else:
             codes, codes_t, scale, scale_t = cast_blocks(matrix, dtype, plain, transposed, granularity == "tile")
         return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
-    matrix = _checked(matrix, dtype)
     if granularity == "tile":
         return _tiles_operands(matrix, dtype, plain, transposed)
     values, operand = matrix.float(), _rows_operand if granularity == "row" else _blocks_operand
@@ -193,13 +179,13 @@ def swiglu_cast(
         (operand [R, C], operand [C, R], result [R, C] in the inputs' dtype), None for a copy that is not wanted.
     """
     gate, up = _checked(gate, dtype), _checked(up, dtype)
-    _check_alike("gate", gate, "up", up)
     _check_scalars(gate, scale=scale, amax_out=amax_out)
     return swiglu(gate, up, dtype, scale, amax_out, plain, transposed, use_kernels)
 
 
 def swiglu(gate: Tensor, up: Tensor, *wanted) -> OperandsAndValues:
-    """`swiglu_cast` where no history is written, of contiguous matrices and arguments that are as they should be."""
+    """`swiglu_cast` where no history is written, of contiguous matrices, a scale and an amax as they should be."""
+    _check_alike("gate", gate, "up", up)
     return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
 
 
@@ -235,8 +221,6 @@ def rms_norm_cast(
         others, result: see `swiglu_cast`.
     """
     matrix = _checked(matrix, dtype)
-    if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
-        raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
     if inverse_rms.shape != matrix.shape[:1] or inverse_rms.dtype != torch.float32:
         shape = list(inverse_rms.shape)
         raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
@@ -246,7 +230,9 @@ def rms_norm_cast(
 
 
 def rms_norm(matrix: Tensor, weight: Tensor, inverse_rms: Tensor, *wanted) -> OperandsAndValues:
-    """`rms_norm_cast` where no history is written, of contiguous tensors and arguments that are as they should be."""
+    """`rms_norm_cast` where no history is written, of contiguous tensors, a scale and an amax as they should be."""
+    if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
+        raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
     inputs = matrix, weight, inverse_rms
     return _fused(inputs, lambda: weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype), *wanted)
 

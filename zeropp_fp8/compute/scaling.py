@@ -157,7 +157,7 @@ class PerChannelScaling(Scaling):
     granularity = "row"
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        return casts.groups("row", matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
+        return casts.cast_per_row(matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
 
 
 class BlockScaling(Scaling):
@@ -166,8 +166,8 @@ class BlockScaling(Scaling):
     granularity = "block"
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        granularity = "tile" if role == "weights" else "block"
-        return casts.groups(granularity, matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
+        cast = casts.cast_tiles if role == "weights" else casts.cast_blocks
+        return cast(matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
 
 
 class MXScaling(Scaling):

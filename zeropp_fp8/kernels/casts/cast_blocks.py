@@ -9,8 +9,6 @@ A program has a whole 128 x 128 tile, hence all groups of both copies that touch
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +17,9 @@ from torch import Tensor
 from zeropp_fp8.kernels.casts.cast_tensor import cast_tile
 from zeropp_fp8.kernels.casts.matrices import (
     BLOCK,
-    CastPlan,
     Launch,
     amax_of,
+    cast_plan,
     codes_of,
     load_tile,
     numbers_of,
@@ -30,7 +28,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     store_tile,
     tile_of_program,
 )
-from zeropp_fp8.kernels.launching import PLANS, Kernel
+from zeropp_fp8.kernels.launching import Kernel
 
 # A thread holds 64 values. Left alone, the compiler takes 153 registers per thread for blocks in both copies, and one
 # program would run on a multiprocessor at a time; with 128 (and 3 registers spilled) it is two.
@@ -120,41 +118,20 @@ def cast_blocks(
     """
     if not (plain or transposed):
         return None, None, None, None
-    plan = _plan(CAST, matrix.shape, matrix.dtype, matrix.device, dtype, plain, transposed, tiles)
-    rows, columns = matrix.shape
+    (rows, columns), device = matrix.shape, matrix.device
+    scale = _empty_scale(rows, columns, tiles, device) if plain else None
+    scale_t = _empty_scale(columns, rows, tiles, device) if transposed else None
+    lengths = scale.stride(0) if tiles and plain else 0, scale_t.stride(0) if tiles and transposed else 0
+    wanted = dtype, plain, transposed, (False, False), BLOCK, lengths
+    plan = cast_plan(cast_blocks_kernel, CAST, matrix.shape, matrix.dtype, device, *wanted, TILES=tiles)
     codes, codes_t = plan.empty()
-    scale = _empty_scale(rows, columns, tiles, matrix.device) if plain else None
-    scale_t = _empty_scale(columns, rows, tiles, matrix.device) if transposed else None
     plan.launch(matrix, codes, codes_t, scale, scale_t)
     return codes, codes_t, scale, scale_t
 
 
-def _scale_length(summed: int) -> int:
-    """Of a row of scales per tile."""
-    alignment = TILE_SCALE_ALIGNMENT.value
-    return -(-summed // (BLOCK * alignment)) * alignment
-
-
 def _empty_scale(rows: int, summed: int, tiles: bool, device: torch.device) -> Tensor:
-    blocks = -(-summed // BLOCK)
+    blocks, alignment = -(-summed // BLOCK), TILE_SCALE_ALIGNMENT.value
     if not tiles:
         return torch.empty_strided((rows, blocks), (1, rows), dtype=torch.float32, device=device)
-    scale = torch.empty(-(-rows // BLOCK), _scale_length(summed), dtype=torch.float32, device=device)
-    return scale[:, :blocks]
-
-
-@functools.lru_cache(PLANS)
-def _plan(
-    launch: Launch,
-    shape: torch.Size,
-    matrix_dtype: torch.dtype,
-    device: torch.device,
-    dtype: torch.dtype,
-    plain: bool,
-    transposed: bool,
-    tiles: bool,
-) -> CastPlan:
-    rows, columns = shape
-    lengths = _scale_length(columns) if tiles and plain else 0, _scale_length(rows) if tiles and transposed else 0
-    wanted = dtype, plain, transposed, (False, False), BLOCK
-    return CastPlan(cast_blocks_kernel, launch, shape, matrix_dtype, device, *wanted, lengths, TILES=tiles)
+    length = -(-blocks // alignment) * alignment
+    return torch.empty(-(-rows // BLOCK), length, dtype=torch.float32, device=device)[:, :blocks]

@@ -22,6 +22,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     CastPlan,
     Launch,
     amax_of,
+    cast_plan,
     codes_of,
     load_tile,
     numbers_of,
@@ -181,14 +182,15 @@ def cast_rows(
     if not (plain or transposed):
         return None, None, None, None
     rows, columns = matrix.shape
-    key = matrix.shape, matrix.dtype, matrix.device, dtype
+    key = matrix.shape, matrix.dtype, matrix.device, dtype, plain, transposed, (False, False), ALIGNMENT
     if not transposed and columns <= _LARGEST_ROW:
-        plan = _whole_rows_plan(*key)
+        plan = cast_plan(cast_whole_rows_kernel, _whole_rows(columns), *key)
         codes, _ = plan.empty()
         scale = _empty(matrix, rows, 1)
         plan.launch(matrix, codes, scale)
         return codes, None, scale, None
-    plan, find_amaxes, make_scales = _plans(CAST, *key, plain, transposed)
+    plan = cast_plan(cast_rows_kernel, CAST, *key)
+    find_amaxes, make_scales = _plans_of_scales(plan, rows, columns)
     codes, codes_t = plan.empty()
     scale = scale_t = row_amax = column_amax = None
     if plain:
@@ -207,37 +209,23 @@ def _empty(matrix: Tensor, *shape: int) -> Tensor:
 
 
 @functools.lru_cache(PLANS)
-def _plans(
-    launch: Launch,
-    shape: torch.Size,
-    matrix_dtype: torch.dtype,
-    device: torch.device,
-    dtype: torch.dtype,
-    plain: bool,
-    transposed: bool,
-) -> tuple[CastPlan, Plan, Plan]:
-    """(the cast, the launch that finds amaxes of tiles, the one that makes scales of these)."""
-    rows, columns = shape
-    plan = CastPlan(
-        cast_rows_kernel, launch, shape, matrix_dtype, device, dtype, plain, transposed, (False, False), ALIGNMENT
-    )
+def _plans_of_scales(plan: CastPlan, rows: int, columns: int) -> tuple[Plan, Plan]:
+    """Launches before a cast: one finds amaxes of tiles, the other one makes scales of these."""
     form = dataclasses.replace(plan.form, rows=_AMAX_TILE, columns=_AMAX_TILE)
+    programs = (triton.cdiv(rows, _SCALES) if form.plain else 0) + (
+        triton.cdiv(columns, _SCALES) if form.transposed else 0
+    )
     amax_grid = (tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)
-    find_amaxes = Plan(tile_amax_kernel, amax_grid, (rows, columns), {"FORM": form, "num_warps": _AMAX_WARPS})
-    programs = (triton.cdiv(rows, _SCALES) if plain else 0) + (triton.cdiv(columns, _SCALES) if transposed else 0)
     constants = {"FORM": form, "SCALES": _SCALES, "PARTIALS": _PARTIALS, "num_warps": 4, "enable_fp_fusion": False}
-    return plan, find_amaxes, Plan(scales_kernel, (programs,), (rows, columns), constants)
+    return (
+        Plan(tile_amax_kernel, amax_grid, (rows, columns), {"FORM": form, "num_warps": _AMAX_WARPS}),
+        Plan(scales_kernel, (programs,), (rows, columns), constants),
+    )
 
 
-@functools.lru_cache(PLANS)
-def _whole_rows_plan(
-    shape: torch.Size, matrix_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
-) -> CastPlan:
-    columns = shape[1]
+@functools.cache
+def _whole_rows(columns: int) -> Launch:
     # A row of the padded copy must fit, too: its length is at most the next power of two from 16 on.
     width = max(16, triton.next_power_of_2(columns))
     tile_rows = max(1, _ROWS_NUMEL // width)
-    launch = Launch(tile_rows, width, max(4, tile_rows * width // 1024))
-    return CastPlan(
-        cast_whole_rows_kernel, launch, shape, matrix_dtype, device, dtype, True, False, (False, False), ALIGNMENT
-    )
+    return Launch(tile_rows, width, max(4, tile_rows * width // 1024))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import (
     ALIGNMENT,
-    CastPlan,
     Launch,
     amax_of,
+    cast_plan,
     codes_of,
     larger,
     load_tile,
@@ -185,7 +185,8 @@ def cast_tensor(
     if scale is None:
         partials = partial_amax(matrix)
         scale = torch.empty_strided((1,), (1,), dtype=torch.float32, device=matrix.device)
-    plan = _plan(
+    plan = cast_plan(
+        cast_tensor_kernel,
         CAST,
         matrix.shape,
         matrix.dtype,
@@ -194,28 +195,12 @@ def cast_tensor(
         plain,
         transposed,
         right,
-        partials is None,
-        amax_out is None,
+        ALIGNMENT,
+        (0 if partials is None else partials.numel(),),
+        CURRENT=partials is not None,
+        RECORD=amax_out is not None,
+        PARTIALS=LARGEST_PARTIALS,
     )
     codes, codes_t = plan.empty()
     plan.launch(matrix, codes, codes_t, scale, partials, amax_out)
     return codes, codes_t, scale
-
-
-@functools.lru_cache(PLANS)
-def _plan(
-    launch: Launch,
-    shape: torch.Size,
-    matrix_dtype: torch.dtype,
-    device: torch.device,
-    dtype: torch.dtype,
-    plain: bool,
-    transposed: bool,
-    right: tuple[bool, bool],
-    given: bool,
-    unrecorded: bool,
-) -> CastPlan:
-    lengths = (0 if given else _amax_programs(shape.numel()),)
-    constants = {"CURRENT": not given, "RECORD": not unrecorded, "PARTIALS": LARGEST_PARTIALS}
-    wanted = dtype, plain, transposed, right, ALIGNMENT
-    return CastPlan(cast_tensor_kernel, launch, shape, matrix_dtype, device, *wanted, lengths, **constants)

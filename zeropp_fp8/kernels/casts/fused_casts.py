@@ -21,8 +21,8 @@ from torch import Tensor
 from zeropp_fp8.kernels.casts.cast_tensor import cast_tile, record_amax
 from zeropp_fp8.kernels.casts.matrices import (
     ALIGNMENT,
-    CastPlan,
     Launch,
+    cast_plan,
     exponential,
     load_tile,
     numbers_of,
@@ -137,40 +137,22 @@ def fused_cast(
         (codes [R, C rounded up to a multiple of 16] or None, the transpose of codes [C, R rounded up] or None, the
         result before the cast, like `first`).
     """
-    launch = SWIGLU if inverse_rms is None else RMS_NORM
-    recorded = amax_out is not None
-    plan = _plan(
-        launch, first.shape, first.dtype, first.device, dtype, plain, transposed, inverse_rms is not None, recorded
-    )
-    values = torch.empty_like(first)
-    codes, codes_t = plan.empty()
-    plan.launch(first, second, inverse_rms, values, codes, codes_t, scale, amax_out)
-    return codes, codes_t, values
-
-
-@functools.lru_cache(PLANS)
-def _plan(
-    launch: Launch,
-    shape: torch.Size,
-    matrix_dtype: torch.dtype,
-    device: torch.device,
-    dtype: torch.dtype,
-    plain: bool,
-    transposed: bool,
-    norm: bool,
-    recorded: bool,
-) -> CastPlan:
-    constants = {"NORM": norm, "RECORD": recorded, "INTERPRETED": interpreted()}
-    return CastPlan(
+    plan = cast_plan(
         fused_cast_kernel,
-        launch,
-        shape,
-        matrix_dtype,
-        device,
+        SWIGLU if inverse_rms is None else RMS_NORM,
+        first.shape,
+        first.dtype,
+        first.device,
         dtype,
         plain,
         transposed,
         (False, True),
         ALIGNMENT,
-        **constants,
+        NORM=inverse_rms is not None,
+        RECORD=amax_out is not None,
+        INTERPRETED=interpreted(),
     )
+    values = torch.empty_like(first)
+    codes, codes_t = plan.empty()
+    plan.launch(first, second, inverse_rms, values, codes, codes_t, scale, amax_out)
+    return codes, codes_t, values

@@ -9,6 +9,7 @@ neighbours are masked alike, and the copies' rows are padded to a multiple of 16
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from triton.language.extra import libdevice
 
 from zeropp_fp8.formats.float8 import MATRIX_DTYPES
 from zeropp_fp8.kernels.elements import SMALLEST_SCALE, fp8_codes
-from zeropp_fp8.kernels.launching import Kernel, Plan
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
 
 ALIGNMENT = 16  # of a row of codes, in bytes
@@ -210,6 +211,9 @@ class CastPlan:
             None if copy is None else torch.empty_strided(*copy, **self._memory),
             None if copy_t is None else torch.empty_strided(*copy_t, **self._memory),
         )
+
+
+cast_plan = functools.lru_cache(PLANS)(CastPlan)  # made once of equal arguments
 
 
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
