@@ -133,7 +133,8 @@ def set_operand(param: Parameter, operand: Any) -> None:
     remembered = param.__dict__[SLOT]
     if remembered.in_graphs is None or remembered.in_graphs[0].dtype != operand.dtype:
         with torch.inference_mode(False):  # what an evaluation gathers first, training may save
-            remembered.in_graphs = torch.empty(0, dtype=operand.dtype), torch.empty(0)
+            given = operand.codes, operand.scale
+            remembered.in_graphs = tuple([torch.empty(0, dtype=each.dtype, device=each.device) for each in given])
     codes, scale = remembered.in_graphs
     codes.data, scale.data = operand.codes, operand.scale
     remembered.operand = operand
@@ -149,6 +150,7 @@ def drop_operand(param: Tensor) -> None:
 
 
 @functools.cache
+@torch.inference_mode(False)
 def _nothing_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 

@@ -17,7 +17,7 @@ from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 964,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
+    "": 966,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2175,
     "compute": 2117,
     "config": 1885,
@@ -28,7 +28,7 @@ LINES = {
     "optim": 927,
     "plan": 1779,
     "plugin": 1595,
-    "zero": 2991,
+    "zero": 2990,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1298,

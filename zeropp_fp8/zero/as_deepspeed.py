@@ -48,12 +48,11 @@ class Partitions:
     def _make(self, params: list[Parameter], are_zeros: bool) -> None:
         """Make the partitions that are not there, in the memory of the main stream, whose activations leave it."""
         stage, partitions = self.stage, getattr(self.stage, GRAD_PARTITIONS)
-        dtype, device, own_numel = stage.gradient_accumulation_dtype, stage.session.device, stage.session.own_numel
+        dtype, device = stage.gradient_accumulation_dtype, stage.session.device
         new = [param for param in params if sharded.key(param) not in partitions]
         if not new:
             return
-        numels = [param.partition_numel() for param in new]
-        are_zeros |= numels != [own_numel(param) for param in new]  # nobody writes the padding
+        numels = list(map(sharded.shard_numel, new))
         make = torch.zeros if are_zeros else torch.empty
         if device.type == "cuda":
             main, here = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
@@ -93,16 +92,16 @@ class Partitions:
             again: the gradients are added to those that are there.
             headroom: the factor by which FP8 codes will be larger than with the shared scales alone.
         """
-        self._make(params, are_zeros=again)
-        partitions, own_numel, places = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel, []
-        for param in params:
-            partition, numel = partitions[sharded.key(param)], own_numel(param)
-            places.append(partition if partition.numel() == numel else partition.narrow(0, 0, numel))
-        return places, None
+        numels = list(map(self.stage.session.own_numel, params))
+        padded = numels != list(map(sharded.shard_numel, params))
+        self._make(params, are_zeros=again or padded)  # nobody writes the padding
+        partitions = getattr(self.stage, GRAD_PARTITIONS)
+        places = [partitions[sharded.key(param)] for param in params]
+        return [place[:numel] for place, numel in zip(places, numels)] if padded else places, None
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
         """Write or add these parts; returns their new places. The parameters' gradients are not needed any more."""
-        self._make(params, are_zeros=again)
+        self._make(params, are_zeros=True)
         with replaced(self.stage, "micro_step_id", int(again)):  # DeepSpeed adds from 1 on
             return self.stage.stock.partition_grads(params, parts)
 
