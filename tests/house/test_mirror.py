@@ -17,6 +17,7 @@ OTHERS = {"system", "gpu", "upstream", "house"}
 # Tests of what several modules of a folder do together.
 TOGETHER = {
     "comm/test_collectives.py",
+    "compute/test_calls.py",
     "config/test_combinations.py",
     "config/test_config_environment.py",
     "config/test_in_tree_keys.py",

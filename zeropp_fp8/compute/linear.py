@@ -40,7 +40,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
             elif needs_x_t:
                 saved.append(x if x_t_q is None else x_t_q)
             ctx.save_for_backward(*saved)
-        return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])
+        return y if x.dim() == 2 else y.view(*shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -55,7 +55,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         precision.scaling.forget_input()
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         shape = ctx.x_shape
-        grad = grad_output if len(shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
+        grad = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, grad_output.shape[-1])
         x = None
         if ctx.of_x_t is not None:
             scale, *others = ctx.of_x_t
@@ -65,7 +65,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         grad_input, grad_weight = products_of_gradient(
             grad, x, weight, ctx.weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
         )
-        if grad_input is not None and len(shape) != 2:
+        if grad_input is not None and grad_output.dim() != 2:
             grad_input = grad_input.view(shape)
         grad_bias = torch.sum(grad, 0).to(ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None
