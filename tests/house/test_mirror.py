@@ -18,6 +18,7 @@ OTHERS = {"system", "gpu", "upstream", "house"}
 TOGETHER = {
     "compute/test_calls.py",
     "comm/test_collectives.py",
+    "compute/test_calls.py",
     "config/test_combinations.py",
     "config/test_config_environment.py",
     "config/test_in_tree_keys.py",
