@@ -229,20 +229,30 @@ def two_gpus(small: dict, large: dict) -> str:
     return table(["ms per step", head[0], "compiled", head[1], "compiled"], rows)
 
 
-def two_gpus_since(before: dict, after: dict) -> str:
-    """FP8 over NVLink once more, after changes to it."""
-    ms, ms_before = ({row["run"]: row["step_ms"] for row in result["rows"]} for result in (after, before))
-    return paragraph(
-        f"""Four of these runs once more, after changes to FP8 (the table's are of commit `{before["commit"]}`, these of
-        `{after["commit"]}` and another host of the kind), {after["micro_batch"]} x {after["tokens"]:,} tokens: `fp8-lm`
-        compiled takes {ms["fp8-lm-compiled"]:.0f} ms ({ms_before["fp8-lm-compiled"]:.0f} in the table), FSDP2 with
-        torchao's float8, compiled, {ms["fsdp2-torchao-compiled"]:.0f} ({ms_before["fsdp2-torchao-compiled"]:.0f});
-        without compiled layers `zeropp` {ms["zeropp"]:.0f} ({ms_before["zeropp"]:.0f}) and `fp8-lm`
-        {ms["fp8-lm"]:.0f} ({ms_before["fp8-lm"]:.0f}). So `fp8-lm` compiled takes
-        {ms["fp8-lm-compiled"] / ms["zeropp"]:.2f} of `zeropp`'s step that is not compiled; `zeropp` compiled, which is
-        faster ({ms_before["zeropp-compiled"]:.0f} in the table), was not run beside it. torchao's code is the same in
-        both, so part of what both gain is the host's."""
-    )
+OVER_NVLINK = {
+    "fsdp2": "FSDP2",
+    "lossless": "**`lossless`**",
+    "zeropp": "**`zeropp`**",
+    "fp8-lm-o1": "**`fp8-lm-o1`**",
+    "fp8-lm": "**`fp8-lm`**",
+}
+
+
+def over_nvlink(*results: dict) -> str:
+    """Steps and memory over NVLink beside FSDP2's: medians of the rounds, and the fastest and slowest of all steps."""
+    shapes = [f"{r['settings']['micro_batch']} x {r['settings']['sequence']:,}" for r in results]
+    lines = [{line["run"]: line for line in result["comparison"]} for result in results]
+
+    def time(line: dict | None) -> str:
+        return "" if line is None else "{:.0f} ({:.0f} to {:.0f})".format(line["step_ms"], *line["step_ms_range"])
+
+    rows = []
+    for run, label in OVER_NVLINK.items():
+        cells = [time(found.get(run + suffix)) for found in lines for suffix in ("", "-compiled")]
+        peaks = [f"{found[run]['peak_gib']:.1f}" if run in found else "" for found in lines]
+        rows.append([label, cells[0], *cells[2:], *peaks])
+    headers = [shapes[0], shapes[1], f"{shapes[1]} compiled", *(f"GiB at {shape}" for shape in shapes)]
+    return table(["ms per step (fastest to slowest)", *headers], rows)
 
 
 WITHOUT_NVLINK = {
@@ -343,7 +353,7 @@ BLOCKS = {
     ),
     "differences": Block(differences, ("two_nodes/h200-4-25_10gbit-differences",)),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
-    "two_gpus_since": Block(two_gpus_since, ("two_nodes/h100-2-nvlink-4x2048", "two_nodes/h100-2-nvlink-4x2048-fp8")),
+    "over_nvlink": Block(over_nvlink, ("one_node/h200-2-nvlink", "one_node/h200-2-nvlink-4x2048")),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
     "without_nvlink_says": Block(
         without_nvlink_says, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",), sourced=False

@@ -20,7 +20,7 @@ DELAYED = {"format": "fp8", "scaling": "delayed"}
 def casts_made(monkeypatch):
     """Names of the casts that were called."""
     calls = []
-    for name in ("swiglu_cast", "rms_norm_cast", "cast_per_tensor"):
+    for name in ("swiglu", "rms_norm", "per_tensor"):
         real = getattr(casts, name)
         monkeypatch.setattr(
             casts, name, lambda *a, _real=real, _name=name, **k: (calls.append(_name), _real(*a, **k))[1]
@@ -55,8 +55,8 @@ def test_a_model_trains_as_unfused(casts_made, checkpointing):
             gradients.append([p.grad.clone() for p in model.parameters()])
             forwards = 1 if checkpointing is None else 2
             expected = 2 * forwards if step and model is fused else 0
-            assert casts_made.count("swiglu_cast") == expected, "once a layer and forward, from the second step on"
-            assert casts_made.count("rms_norm_cast") == 2 * expected
+            assert casts_made.count("swiglu") == expected, "once a layer and forward, from the second step on"
+            assert casts_made.count("rms_norm") == 2 * expected
         assert losses[0] == pytest.approx(losses[1], rel=2e-3) if step else losses[0] == losses[1]
         assert all(signal_to_noise_db(b, a) > (20 if step else 200) for a, b in zip(*gradients) if b.any())
 
@@ -71,7 +71,7 @@ def test_the_layer_gets_what_was_handed_on(casts_made):
         model(input_ids=tokens, labels=tokens).loss.backward()
         report.scaling.end_step()
     # 7 weights twice and 7 gradients; of inputs only that of o_proj
-    assert casts_made.count("cast_per_tensor") == 7 * 3 + 1
+    assert casts_made.count("per_tensor") == 7 * 3 + 1
 
 
 def test_swiglu_in_a_graph_has_the_result_of_eager_code():
@@ -119,7 +119,7 @@ def test_compiled_layers_train_as_eager_ones(casts_made, backend):
         assert losses[1] == pytest.approx(losses[0], rel=2e-3)
         assert all(signal_to_noise_db(a, b) > 20 for a, b in zip(*gradients) if a.any())
     # of each layer 7 weights twice, 7 gradients, and the inputs of q, k and v, of o, of gate and up, and of down
-    assert casts_made == ["cast_per_tensor"] * 2 * (7 * 2 + 7 + 4)
+    assert casts_made == ["per_tensor"] * 2 * (7 * 2 + 7 + 4)
 
 
 def test_evaluation_and_generation(casts_made):
@@ -133,7 +133,7 @@ def test_evaluation_and_generation(casts_made):
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             casts_made.clear()
-            assert model(input_ids=tokens).logits.isfinite().all() and casts_made.count("swiglu_cast") == 2
+            assert model(input_ids=tokens).logits.isfinite().all() and casts_made.count("swiglu") == 2
             assert model.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
     assert torch.equal(report.scaling._amax, torch.zeros_like(report.scaling._amax))
     assert torch.equal(report.scaling.state_dict()["history"], before["history"])
@@ -154,8 +154,8 @@ def test_before_a_gemm_in_high_precision(casts_made, gemm, expected):
             model.zero_grad()
             model(input_ids=tokens, labels=tokens).loss.backward()
             report.scaling.end_step()
-        assert casts_made.count("swiglu_cast") == (0 if restore else expected)
-        assert casts_made.count("rms_norm_cast") == (0 if restore else 1 + expected)  # that before gate_proj too
+        assert casts_made.count("swiglu") == (0 if restore else expected)
+        assert casts_made.count("rms_norm") == (0 if restore else 1 + expected)  # that before gate_proj too
         found.append([param.grad for param in model.parameters()])
     assert all(signal_to_noise_db(one, other) > 20 for one, other in zip(*found))
 

@@ -16,7 +16,6 @@ PACKAGE = Path(zeropp_fp8.__file__).parent
 OTHERS = {"system", "gpu", "upstream", "house"}
 # Tests of what several modules of a folder do together.
 TOGETHER = {
-    "compute/test_calls.py",
     "comm/test_collectives.py",
     "compute/test_calls.py",
     "config/test_combinations.py",
