@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness import memory, profiling
 from benchmarks.harness.command import cut_into_nodes
 from benchmarks.harness.environment import describe, forget_memory, join
-from benchmarks.harness.measuring import random_tokens
+from benchmarks.harness.measuring import Meter, random_tokens
 from benchmarks.harness.nodes import launch, two_nodes
 from benchmarks.harness.peers import MODELS, RUNS, made
 from benchmarks.harness.profiling import device_profile, host_profile
@@ -43,7 +43,7 @@ def worker(args) -> None:
         found = forget_memory(device)
         trainer = made(run, args, device)
         batches = random_tokens(SIZES[args.model].vocabulary, args.micro_batch, args.tokens, device)
-        times = []
+        times, peak = [], Meter(device, found)
         for _ in range(args.warmup + args.steps):
             tokens = next(batches)
             if device.type == "cuda":
@@ -61,6 +61,8 @@ def worker(args) -> None:
             "host_returns_after_ms": statistics.median(t for _, t in timed),
             "found_gib": found / 2**30,
         }
+        if device.type == "cuda":
+            row["highest_gib"] = peak.peak() / 2**30  # of all steps until now, the first among them
         tokens = next(batches)
         row["memory"] = memory.memory_profile(trainer, lambda: trainer.step(tokens), device, found)  # noqa: B023
         rank0 = dist.get_rank() == 0

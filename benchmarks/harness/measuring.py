@@ -34,10 +34,10 @@ def live_bytes(device: torch.device) -> int:
 
 
 class Meter:
-    """Bytes that a rank has above those it had when this was made."""
+    """Bytes that a rank has above those it had when this was made, or those `found` before."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.found = device, live_bytes(device)
+    def __init__(self, device: torch.device, found: int | None = None) -> None:
+        self._device, self.found = device, live_bytes(device) if found is None else found
         self.start_peak()
 
     def bytes(self) -> int:

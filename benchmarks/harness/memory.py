@@ -39,11 +39,6 @@ def owned(trainer) -> Iterator[tuple[str, Tensor]]:
         yield from ((SHARD, shard) for shard in stage.fp16_partitioned_groups_flat)
         yield from ((MASTER, flat) for flat in stage.fp32_partitioned_groups_flat)
         yield from ((GRADIENTS, partition) for partition in getattr(stage, GRAD_PARTITIONS).values())
-        if hasattr(stage, "gatherer"):  # the plugin's
-            hops, reducer = stage.gatherer.hops, stage.reducer
-            rings = ((GATHERS, hops.held_ring), (GATHERS, hops.gathered_ring))
-            rings += tuple((REDUCTIONS, ring) for ring in vars(reducer._rings).values())
-            yield from ((owner, buffer) for owner, ring in rings for buffer, _ in ring._free)
     for state in optimizer.state.values():
         yield from ((MOMENTS, _local(value)) for value in state.values() if torch.is_tensor(value))
 

@@ -96,6 +96,16 @@ def test_chunks_are_the_whole(make, monkeypatch):
                     assert same(states[key][name], value), name
 
 
+def test_the_first_update_makes_each_state_once(monkeypatch):
+    """Memory of a flat partition's size is made for the two moments alone, and a chunk's gradients are smaller."""
+    monkeypatch.setattr(chunks, "CHUNK", CHUNK)
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
+    numel = 5 * CHUNK - 1
+    trained(torch.optim.AdamW, numel, False, steps=1)
+    assert [tensor.numel() for tensor in made] == [CHUNK, numel, numel]
+
+
 def test_who_sees_steps_sees_whole_ones():
     """With hooks, own or global, a wrapper around `step`, or another class the optimizer gets whole tensors."""
 

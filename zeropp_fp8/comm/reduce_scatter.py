@@ -78,6 +78,11 @@ class Rings:
         # ahead of it: its buffers are ranks_per_node times smaller.
         return cls(BufferRing(device, 2), BufferRing(device, 2), BufferRing(device, 6), BufferRing(device, 6))
 
+    def clear(self) -> None:
+        """Drop all buffers. The current stream waits for their last users; lanes wait for it before they go on."""
+        for ring in (self.sent_within, self.received_within, self.sent_between, self.received_between):
+            ring.clear()
+
 
 @dataclass
 class Reduction:
@@ -169,18 +174,19 @@ class ReducePlan:
             self.last.reduce_to_tensors(rows, self.destinations(results), accumulate, scales)
             sent_ring.give_back(sent)
             return
-        reduction.first.after_current()
         if topology.ranks_per_node > 1:
-            with reduction.first:
-                received, work = self._exchange("within", sent, reduction)
+            received, work = self._exchange_within(sent, reduction)
             yield
+        else:
+            reduction.first.after_current()
         if topology.nodes > 1:
             with reduction.first:
                 if topology.ranks_per_node > 1:
                     work.wait()
                     sent_ring.give_back(sent)
                     sent, sent_ring = self._encode_again(received, reduction)
-                received, work = self._exchange("between", sent, reduction)
+                received = self._to_receive("between", sent, reduction)
+                work = self._exchange("between", sent, received, reduction)
             yield
         with reduction.last:
             work.wait()
@@ -214,9 +220,7 @@ class ReducePlan:
                 torch.maximum(shared.amax, amax, out=shared.amax)
             return
         sent, sent_ring = self._encode_first(tensors, reduction)
-        reduction.first.after_current()
-        with reduction.first:
-            received, work = self._exchange("within", sent, reduction)
+        received, work = self._exchange_within(sent, reduction)
         yield
         with reduction.first:
             work.wait()
@@ -256,7 +260,8 @@ class ReducePlan:
             self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, scales, kept)
         reduction.first.after_current()
         with reduction.first:
-            received, work = self._exchange("between", sent, reduction)
+            received = self._to_receive("between", sent, reduction)
+            work = self._exchange("between", sent, received, reduction)
         yield
         with reduction.last:
             work.wait()
@@ -296,14 +301,28 @@ class ReducePlan:
         rings.received_within.give_back(received)
         return sent, rings.sent_between
 
-    def _exchange(self, hop: str, sent: Tensor, reduction: Reduction) -> tuple[Tensor, dist.Work]:
-        """Start a hop; return (the buffer that it fills, its handle)."""
+    def _exchange_within(self, sent: Tensor, reduction: Reduction) -> tuple[Tensor, dist.Work]:
+        """Start the first hop, on its lane; return (the buffer that it fills, its handle).
+
+        Both buffers are of the current stream's memory, which activations use before and after a backward.
+        """
+        received = self._to_receive("within", sent, reduction)
+        reduction.first.after_current()
+        with reduction.first:
+            return received, self._exchange("within", sent, received, reduction)
+
+    def _to_receive(self, hop: str, sent: Tensor, reduction: Reduction) -> Tensor:
+        """Take the buffer that a hop fills."""
+        _, incoming = self.sizes[hop] or (None, None)
+        ring = getattr(reduction.rings, f"received_{hop}")
+        return ring.take(sum(incoming) if incoming else sent.numel())
+
+    def _exchange(self, hop: str, sent: Tensor, received: Tensor, reduction: Reduction) -> dist.Work:
+        """Start a hop; return its handle."""
         level = self.topology.within if hop == "within" else self.topology.between
-        ring, ledger = getattr(reduction.rings, f"received_{hop}"), reduction.ledger
         outgoing, incoming = self.sizes[hop] or (None, None)
-        received = ring.take(sum(incoming) if incoming else sent.numel())
         by_all = self.sent_by_all.get(hop)
-        return received, _start_exchange(received, sent, level, ledger, incoming, outgoing, by_all)
+        return _start_exchange(received, sent, level, reduction.ledger, incoming, outgoing, by_all)
 
     def _write(
         self,

@@ -62,7 +62,9 @@ def step_by_chunks(optimizer: torch.optim.Optimizer, flat: Tensor, step: Callabl
             if not _is_like(state, part):
                 made[name] = state
             elif state is not given.get(name):  # made by this step, the first
-                made.setdefault(name, torch.empty(flat.shape, dtype=state.dtype, device=state.device))[own] = state
+                if name not in made:
+                    made[name] = torch.empty(flat.shape, dtype=state.dtype, device=state.device)
+                made[name][own] = state
     if made:
         optimizer.state[flat].update(made)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from gather_memory_jobs import alive, watching
 from models import batches, full_weights, llama, section, with_lora
 from ranks import printed
 from running import Spec, backward, differing, evaluated, forward, on_engine, resumed, run, see, step, update, within
@@ -62,23 +64,24 @@ def cast_and_gathered(**kwargs):
 
 def operands_are_the_payload(compute, node_size, fields=None):
     """Where the operands of forward GEMMs lie, how many weights are gathered so, reductions, and what was printed."""
-    shared, reductions, real = [], [], products.matmul_nt
+    shared, reductions, made, real = [], [], [], products.matmul_nt
 
+    @contextlib.contextmanager
     def watched(engine):
         units = engine.optimizer.gatherer.units
 
         def matmul_nt(a, b, *args, **kwargs):
-            buffers = [buffer for unit in units for _, buffer in unit.lent]
-            buffers += [unit.secondary for unit in units if unit.secondary is not None]
-            storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-            shared.append(b.codes.untyped_storage().data_ptr() in storages)
+            storages = {ref.cdata for ref in made if not ref.expired()}
+            storages |= {unit.secondary.untyped_storage()._cdata for unit in units if unit.secondary is not None}
+            shared.append(b.codes.untyped_storage()._cdata in storages)
             return real(a, b, *args, **kwargs)
 
-        return mock.patch.object(products, "matmul_nt", matmul_nt)
+        with watching(made), mock.patch.object(products, "matmul_nt", matmul_nt):
+            yield
 
     def are_released(engine):
         assert not any(sharded.known(p).operand for p in engine.module.parameters()), "released"
-        assert not any(unit.lent for unit in engine.optimizer.gatherer.units)
+        assert not alive(made, none_is_due=True)
 
     count = on_engine(lambda engine: reductions.append(count_reductions()))
     look = see(lambda engine: reductions[0]())

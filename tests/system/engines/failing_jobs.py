@@ -57,7 +57,7 @@ FAILURES = {
     "parameters are taken over": ("zeropp_fp8.zero.offload", "", "UnitCoordinator", 1, False),
     "what an engine had": ("zeropp_fp8.zero.gather.gatherer", "", "slice_numel", 1, False),
     "placed": ("zeropp_fp8.zero.gather.storage", "Storage", "attach", 1, False),
-    "half taken over": ("zeropp_fp8.zero.gather.hops", "", "outsized_units", 1, False),
+    "half taken over": ("zeropp_fp8.zero.gather.gatherer", "", "slice_numel", 5, False),
     "states": ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "_setup_for_real_optimizer", 1, False),
     "half of the gradients have hooks": ("deepspeed.runtime.zero.stage3", "", "register_grad_hook", 5, False),
     "the stage is made": (

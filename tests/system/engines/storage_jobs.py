@@ -76,7 +76,7 @@ class MaskedUnit(Unit):
             flat = rows[:, start : start + size].reshape(-1).view(param.ds_tensor.dtype)
             values.append((param, flat[: math.prod(param.ds_shape)].view(param.ds_shape), True))
             start += size
-        return Arrived(values, [], False)
+        return Arrived(values, [])
 
     def changed(self, by_step=False):
         super().changed(by_step)

@@ -60,6 +60,9 @@ class PlayedLane:
     def before_current(self):
         self.streams.after(self.streams.over[self])
 
+    def after_current(self):
+        self.streams.over[self] |= self.streams.over[self.streams.current]
+
 
 class PlayedUnit(Unit):
     """Writes down what it is asked to do, as differences or as a whole."""
@@ -95,7 +98,7 @@ class PlayedUnit(Unit):
 
     def decode(self, gathered):
         self.streams.do("decode", self.index)
-        return Arrived([], [], False)
+        return Arrived([], [])
 
 
 @pytest.fixture(params=[1, 2], ids=["a rank a node", "two ranks"])
@@ -107,6 +110,7 @@ def played(request, monkeypatch):
         monkeypatch.setattr(hops_module, "Lane", lambda device: PlayedLane(streams))
         here = torch.device("cpu")
         monkeypatch.setattr(hops_module, "BufferRing", lambda device, count: lanes.BufferRing(here, count))
+        monkeypatch.setattr(hops_module, "buffer_for", lambda lane, size, device: lanes.buffer_for(lane, size, here))
         for module in (lanes, hops_module):
             monkeypatch.setattr(module, "mark", lambda device: streams.over[streams.current])
         for module in (lanes, hops_module, units_module):
@@ -143,6 +147,16 @@ def test_a_unit_waits_for_itself_and_for_those_before_it(played, differences):
         assert ("hop", index) in before and (("add", index) in before) == differences
         assert max(other for _, other in before) == index, "later ones could still be on their way"
         assert (("last hop", index) in before) == (gatherer.route.last.size > 1)
+
+
+def test_a_gather_that_is_started_ahead_waits_for_what_is_computed_then(played):
+    """Its buffer is of that memory. It does not wait for the unit that is computed while it is on its way."""
+    streams, gatherer, units = played(False)
+    forward(gatherer, units)
+    for index in range(UNITS if gatherer.route.last.size > 1 else 0):
+        before = streams.before["last hop", index]
+        decoded = max((other for what, other in before if what == "decode"), default=-1)
+        assert decoded == max(index - AHEAD, min(index, AHEAD) and 0 if index else -1)
 
 
 def test_differences_are_on_their_way_while_others_are_added(played):

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeropp_fp8.zero.gather.buffers import Places, Regions
-from zeropp_fp8.zero.gather.hops import outsized_units
-from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
+from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.reduce.order import reduction_units
 
@@ -190,62 +189,6 @@ def test_regions_hold_each_operand_in_one_piece():
         assert region.shape == (ranks, size) and region.is_contiguous()
         if size:
             assert region[0, 0] == start * ranks and region.view(-1)[-1] == (start + size) * ranks - 1
-
-
-def outsized(sizes, persistent=(), blocks=()):
-    """Indices of the units that are much larger than the others, of units with these bytes.
-
-    Each is a matrix of a byte less, and a vector; `blocks`: with another matrix of one byte.
-    """
-    units = []
-    for index, size in enumerate(sizes):
-        rest = min(size, 2)
-        params = [Anything(size - rest), Anything(rest - rest // 2), Anything(rest // 2)]
-        for param, dims in zip(params, (2, 1, 2 if index in blocks else 1)):
-            param.ds_shape = (1,) * dims
-        units.append(SlicedUnit(params, SLICED, persistent=index in persistent))
-    return {units.index(unit) for unit in outsized_units(units, lambda param: param.ds_numel)}
-
-
-def test_embedding_and_head_are_much_larger_than_blocks():
-    """Sizes in MB of 8 B parameters: INT8 embedding and head, NF4 blocks each with an adapter and norms of its own."""
-    assert outsized([525] + [110, 6, 1] * 32 + [525]) == {0, 97}
-    assert outsized([525] + [110] * 32) == {0}, "tied"
-    assert outsized([525, 110, 525]) == {0, 2}, "one block"
-    assert outsized([221, 110, 110, 110]) == {0} and outsized([220, 110, 110, 110]) == set()
-    assert outsized([525, 525, 525, 110, 110]) == set(), "three of a size are usual"
-    assert outsized([525, 525, 300] + [110] * 9) == set(), "measured against the third"
-    assert outsized([525, 110]) == {0} and outsized([525]) == set() and outsized([]) == set()
-
-
-def test_blocks_come_out_of_rings():
-    """Also where they are larger than an embedding and a head between which there are but two."""
-    assert outsized([30, 110, 110, 30], blocks=[1, 2]) == set()
-    assert outsized([30, 110, 110, 30]) == {1, 2}, "the case did not occur"
-    assert outsized([500, 110, 110, 500], blocks=[1, 2]) == {0, 3}
-
-
-def test_what_stays_gathered_is_no_measure():
-    assert outsized([500, 500, 110, 110, 110], persistent=[0, 1]) == {0, 1}
-    assert outsized([1, 1, 1, 110, 110, 110], persistent=[0]) == set()
-    assert outsized([500, 1], persistent=[0, 1]) == set()
-
-
-@settings(max_examples=100, derandomize=True)
-@given(st.lists(st.integers(0, 20), max_size=8), st.sets(st.integers(0, 7)), st.integers(1, 9), st.randoms())
-def test_much_larger_units_against_a_count_by_hand(sizes, blocks, factor, random):
-    """In any order and unit of bytes."""
-    sizes = [factor * size for size in sizes]
-    blocks = {index for index in blocks if index < len(sizes) and sizes[index] > 1}
-    found = outsized(sizes, blocks=blocks)
-    for index, size in enumerate(sizes):
-        # As many units as there are, up to three, are at least as large as what this one is measured against.
-        near = sum(2 * other >= size for other in sizes)
-        assert (index in found) == (near < min(3, len(sizes)) and index not in blocks)
-    order = list(range(len(sizes)))
-    random.shuffle(order)
-    moved = outsized([sizes[i] for i in order], blocks={order.index(i) for i in blocks})
-    assert {order[i] for i in moved} == found
 
 
 # -- units of a reduction

@@ -96,7 +96,6 @@ class Gatherer:
         self.ownership.attach(units)
         world, params = self.route.world_size, self.ownership.params
         self._padded_numel = {key: slice_numel(sharded.numel(param), world) * world for key, param in params.items()}
-        self.hops.attach(units)
 
     def detach(self) -> None:
         """Detach parameters, and free buffers. Collective if whole tensors have owners."""
@@ -175,7 +174,7 @@ class Gatherer:
         if pending.bill:
             unit.bill.update(pending.bill)
         pending.wait()
-        values, operands, lent = unit.decode(pending.gathered)
+        values, operands = unit.decode(pending.gathered)
         wanted = None if len(missing) == len(unit.params) else set(map(sharded.key, missing))
         arrived = [one for one in values if wanted is None or sharded.key(one[0]) in wanted]
         for param, operand in operands:
@@ -189,7 +188,7 @@ class Gatherer:
                     value = self._not_a_number(dtype).expand(sharded.shape(param))
                 arrived.append((param, value, False))
         sharded.set_all_full(arrived)
-        self.hops.end(unit, lent)
+        self.hops.end(unit)
         self._are_there(unit, missing)
 
     def _are_there(self, unit: Unit, params: list[Parameter]) -> None:
@@ -224,10 +223,6 @@ class Gatherer:
         sharded.drop(there, [self._nothing(param.dtype) for param in there])
         unit.storage.note(there)
         self._is_not_live(unit)
-        if unit.lent and not any(sharded.attached(p).operand is not None for p in unit.params):
-            for ring, buffer in unit.lent:
-                ring.give_back(buffer)
-            unit.lent = []
 
     def _check_not_resident(self) -> None:
         if self.resident:

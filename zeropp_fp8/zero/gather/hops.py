@@ -5,24 +5,20 @@ on another, so that consecutive units use both kinds of link at the same time. I
 (delta.py), a third lane adds them to the copies. The lanes are far ahead of the computation, so a user of a unit's
 result waits for that unit, never for a lane.
 
-Results go to rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
-others get buffers from the compute stream's memory, for one gather each.
+A gather's buffers are of the compute stream's memory, for that gather alone: where the activations take most, no gather
+is under way that holds any. For this a gather waits for what has been computed when it starts. That costs no time: it
+is started one unit or more before its values are needed, and its link is busy until then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from zeropp_fp8 import sharded
-from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark
+from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import PendingGather, Unit
 
@@ -30,54 +26,30 @@ from zeropp_fp8.zero.gather.units import PendingGather, Unit
 _MOST_COMING = 3
 
 
-def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]) -> set[Unit]:
-    """Units of one matrix that send more than twice the bytes of the third largest unit.
-
-    Such a unit is an embedding or a head: each has 0.54 GB of INT8 codes at 8 B parameters, and a block has 0.11 GB of
-    NF4 codes. A model has two of them, so the third largest unit is a block. The median unit need not be one, because
-    adapters and norms are units of their own, and more numerous than blocks. Rings are for blocks, even if there are
-    only two: they are fetched while others compute. An embedding of up to twice the size is worth ring memory too.
-    """
-    sizes = {unit: sum(bytes_of(p) for p in unit.params) for unit in units}
-    usual = sorted((size for unit, size in sizes.items() if not unit.persistent), reverse=True)[:3]
-    single = [unit for unit in units if sum(not is_vector(sharded.shape(p)) for p in unit.params) == 1]
-    return {unit for unit in single if usual and sizes[unit] > 2 * usual[-1]}
-
-
 class Hops:
     """The lanes and buffers of one engine's gathers.
 
     Attributes:
         pending_numel: elements of units whose values are on their way.
-        outsized: units whose buffers do not come from the rings.
     """
 
     def __init__(self, route: Route) -> None:
         self.route, self.device, self._ledger = route, route.device, route.session.ledger
         self.pending_numel = 0
-        self.outsized: Collection[Unit] = set()
         self._network = Lane(self.device)
         self._node = Lane(self.device)
         self._adding = Lane(self.device)
-        # Without a secondary shard the first hops' results live only as long as the last hop's.
-        self.held_ring = BufferRing(self.device, 3)
-        self.gathered_ring = BufferRing(self.device, 2)
         self._brought_ring = BufferRing(self.device, _MOST_COMING)
         self._coming: deque[Unit] = deque()  # units whose differences are not yet added
         self._weights_ready = None  # device event: the last write to the weights
-
-    def attach(self, units: Sequence[Unit]) -> None:
-        """Gather these units from now on."""
-        self.outsized = outsized_units(units, lambda param: unit_of(param).bytes_of(param))
 
     def written(self) -> None:
         """The current stream has the last write to weights."""
         self._weights_ready = mark(self.device)
 
     def free(self) -> None:
-        """Free all ring buffers."""
-        for ring in (self.held_ring, self.gathered_ring, self._brought_ring):
-            ring.clear()
+        """Free the buffers that serve gather after gather."""
+        self._brought_ring.clear()
 
     def settle(self) -> None:
         """Complete all copies, for the current stream."""
@@ -134,21 +106,16 @@ class Hops:
         """The buffer for the first hops' result: the secondary shard, or one for this gather."""
         unit = pending.unit
         if not unit.keeps_secondary:
-            return self._take(pending, self._network, self.held_ring, unit.held_bytes)
+            return self._take(pending, self._network, unit.held_bytes)
         if unit.secondary is not None and unit.secondary.numel() == unit.held_bytes:
             return unit.secondary
         with self._network:
             return torch.empty(unit.held_bytes, dtype=torch.uint8, device=self.device)
 
-    def _take(self, pending: PendingGather, lane: Lane, ring: BufferRing, num_bytes: int) -> Tensor:
+    def _take(self, pending: PendingGather, lane: Lane, num_bytes: int) -> Tensor:
         """A buffer for one gather; `lane` fills it. Call it on the stream that decodes."""
-        if pending.unit in self.outsized:
-            buffer = buffer_for(lane, num_bytes, self.device)
-            pending.taken.append((None, buffer))
-            return buffer
-        with lane:
-            buffer = ring.take(num_bytes)
-        pending.taken.append((ring, buffer))
+        buffer = buffer_for(lane, num_bytes, self.device)
+        pending.taken.append(buffer)
         return buffer
 
     def start(self, unit: Unit, ahead: bool = False) -> None:
@@ -177,20 +144,21 @@ class Hops:
         if self.route.last.size == 1:
             pending.gathered = pending.held
             return
-        pending.gathered = self._take(pending, self._node, self.gathered_ring, unit.gathered_bytes)
+        pending.gathered = self._take(pending, self._node, unit.gathered_bytes)
         with self._node, self._ledger.billed(pending.bill):
             pending.wait_for_first_hops()
             pending.last_work = unit.last_hop(pending.held, pending.gathered)
 
-    def end(self, unit: Unit, lent: bool = False) -> None:
-        """The current stream has the last use of a gather's result; `lent`: operands are views of it."""
+    def end(self, unit: Unit) -> None:
+        """The current stream has the last use of a gather's result, but for operands, which may be views of it."""
         pending, unit.pending = unit.pending, None
         if pending.asked_for:
             self.pending_numel -= unit.numel
-        pending.give_back(lent)
+        for buffer in pending.taken:
+            used_last(buffer)
 
     def cancel(self, unit: Unit) -> None:
-        """End a gather that nothing will use, and give its buffers back."""
+        """End a gather that nothing will use."""
         pending = unit.pending
         if pending is None:
             return

@@ -179,7 +179,7 @@ class SlicedUnit(Unit):
     def decode(self, gathered: Tensor) -> Arrived:
         values = self.values_in(self.codes_in(gathered))
         values = [one for one in zip(self.packed, values, self._exact) if one[1] is not None]
-        return Arrived(values, self._operands_in(gathered), bool(self.operands) and self.route.in_rank_order)
+        return Arrived(values, self._operands_in(gathered))
 
     def values_in(self, codes: Tensor) -> list[Tensor | None]:
         """Values of packed parameters, out of `codes_in`; None for those that are not decoded."""

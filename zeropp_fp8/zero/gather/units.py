@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.comm.lanes import BufferRing, after, used_last
+from zeropp_fp8.comm.lanes import after
 from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
@@ -45,7 +45,7 @@ class PendingGather:
         filled: the device event after which `held` is complete, if the hops do not fill it.
         gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
         asked_for: values are wanted. Otherwise only the secondary shard is being filled.
-        taken: buffers for this gather alone, and their rings (None: memory of their own).
+        taken: buffers for this gather alone.
         bill: bytes that it has sent outside of steps, without those of the secondary shard.
     """
 
@@ -57,7 +57,7 @@ class PendingGather:
     gathered: Tensor | None = None
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
-    taken: list[tuple[BufferRing | None, Tensor]] = field(default_factory=list)
+    taken: list[Tensor] = field(default_factory=list)
     bill: Bill = field(default_factory=Bill)
 
     def wait_for_first_hops(self) -> None:
@@ -76,32 +76,17 @@ class PendingGather:
         else:
             self.wait_for_first_hops()
 
-    def give_back(self, lent: bool) -> None:
-        """Give buffers back: the current stream has the last use of the result.
-
-        `lent`: operands are views of it, so it goes back when the unit is released.
-        """
-        for ring, buffer in self.taken:
-            if ring is None:
-                used_last(buffer)  # operands in it keep it alive until the release, as views do
-            elif lent and buffer is self.gathered:
-                self.unit.lent.append((ring, buffer))
-            else:
-                ring.give_back(buffer)
-
 
 class Arrived(NamedTuple):
     """The result of a gather.
 
     Attributes:
         values: (parameter, its values, whether they are exact).
-        operands: (parameter, the operand of its product).
-        lent: whether operands are views of the gathered bytes.
+        operands: (parameter, the operand of its product), perhaps views of the gathered bytes.
     """
 
     values: list[tuple[Parameter, Tensor, bool]]
     operands: list[tuple[Parameter, Float8Operand]]
-    lent: bool
 
 
 class Unit(ABC):
@@ -120,7 +105,6 @@ class Unit(ABC):
         copy_bill, bill: bytes sent outside of steps for the secondary shard, and for the values (comm/ledger.py).
         layout: offsets in buffers; None until `lay_out`, and again after formats have changed.
         payload: this rank's encoded shards, if they are kept, until the weights change.
-        lent: buffers that contain operands of live parameters.
         live: the engine has gathered the values that modules use, and has not dropped them yet.
         looked_at: keys of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
             not dropped yet. The engine does not drop them either. Modules that use no other parameters need no gather,
@@ -144,7 +128,6 @@ class Unit(ABC):
         self.copy_bill, self.bill = Bill(), Bill()
         self.layout = None
         self.payload: Tensor | None = None
-        self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.looked_at: set[int] = set()
         self.names: list[str] = []

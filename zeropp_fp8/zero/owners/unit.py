@@ -161,14 +161,13 @@ class OwnedUnit(Unit):
     def decode(self, gathered: Tensor) -> Arrived:
         values = dict(zip(self._packed, self._places.empty(self.route.device)))
         self.storage.decode_row(self.layout, gathered, self.params, values)
-        operands, in_place, all_codes = [], False, gathered.view(OPERAND_DTYPE)
+        operands, all_codes = [], gathered.view(OPERAND_DTYPE)
         for index, places in self.layout.operand_places.items():
             codes, start, param = all_codes, places[0][0], self.params[index]
             if len(places) > 1:
                 codes, start = torch.cat([gathered[o : o + numel] for o, numel in places]).view(OPERAND_DTYPE), 0
-            in_place = in_place or codes is all_codes
             operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
-        return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
+        return Arrived(list(zip(values, values.values(), self._exact)), operands)
 
     # -- differences (delta.py) --------------------------------------------------------------------------------------
 

@@ -164,6 +164,7 @@ class GradientReducer:
         self._under_way.clear()
         self._first.before_current()
         self._last.before_current()
+        self._rings.clear()  # forwards use their memory: 0.25 GiB at 1.3 B parameters on two ranks
 
     def reduce(self, unit: ReductionUnit, grads: Sequence[Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
         """Reduce to the end; return per parameter this rank's slice of the mean, without padding, in `dtype`.
