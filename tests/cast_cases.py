@@ -102,6 +102,11 @@ def check_cast(name, matrix, dtype, device, plain=True, transposed=True):
         actual = casts.cast_per_tensor(on_device, dtype, scale.to(device), records[1], **flags, use_kernels=True)
         assert records[0].item() == max(AMAX_BEFORE, amax.item())
         assert torch.equal(records[1].cpu(), records[0]), where
+        given = scale.to(device)
+        copied = casts.per_tensor(on_device, dtype, given, None, **flags, use_kernels=True, own_scale=True)
+        for one, other in zip(copied, expected):
+            check_operand(one, other, where)
+            assert one is None or one.scale.data_ptr() != given.data_ptr()
     for one, other in zip(actual, expected):
         check_operand(one, other, where)
 

@@ -350,7 +350,7 @@ POINTERS = {
     **dict.fromkeys(("scale_ptr", "scale_t_ptr", "partials_ptr", "amax_ptr", "row_amax_ptr"), "*fp32"),
     **dict.fromkeys(("column_amax_ptr", "inverse_rms_ptr"), "*fp32"),
 }
-BASE = {"INTERPRETED": False, "RECORD": True, "PARTIALS": 512}
+BASE = {"INTERPRETED": False, "RECORD": True, "COPY": True, "PARTIALS": 512}
 
 def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False, largest=448.0, plain=True,
             transposed=True, norm=False, tiles=False):

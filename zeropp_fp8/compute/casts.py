@@ -88,20 +88,25 @@ def per_tensor(
     transposed: bool,
     use_kernels: bool | None = None,
     right: tuple[bool, bool] = (False, False),
+    own_scale: bool = False,
 ) -> Operands:
     """`cast_per_tensor` where no history of the matrix is written, of arguments that are as they should be.
 
     Args:
         right: which of the two copies a GEMM takes as its second operand: kernels make them so.
+        own_scale: the operands have a copy of `scale`.
     """
     if (plain or transposed) and (uses_kernels(matrix) if use_kernels is None else _with_kernels(matrix, use_kernels)):
         from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor
 
-        codes, codes_t, scale = cast_tensor(matrix.contiguous(), dtype, plain, transposed, scale, amax_out, right)
+        codes, codes_t, scale = cast_tensor(
+            matrix.contiguous(), dtype, plain, transposed, scale, amax_out, right, own_scale
+        )
         return _operands(matrix, codes, scale, codes_t, scale, "tensor", right)
     if scale is None or amax_out is not None:
         amax = amax_of(matrix, use_kernels)
-        scale = scale_of_amax(amax, dtype) if scale is None else scale
+        if scale is None:
+            scale, own_scale = scale_of_amax(amax, dtype), False
         if amax_out is not None:
             torch.maximum(amax_out, amax, out=amax_out)
     if not (plain or transposed):
@@ -109,6 +114,7 @@ def per_tensor(
     quantized = _codes(_checked(matrix, dtype).float(), scale, dtype)
     codes = _padded(quantized, ALIGNMENT) if plain else None
     codes_t = _padded(quantized.t(), ALIGNMENT) if transposed else None
+    scale = scale.clone() if own_scale else scale
     return _operands(matrix, codes, scale, codes_t, scale, "tensor")
 
 

@@ -237,14 +237,13 @@ def _cast(
 ) -> list[Tensor]:
     """The codes of the operands asked for, [R, C] before [C, R], then their scales: one where they share it."""
     precision = layer_of(number).precision
-    pair = precision.scaling.quantize(precision.layer, role, matrix, plain, transposed, scale, training)
+    pair = precision.scaling.quantize(precision.layer, role, matrix, plain, transposed, scale, training, True)
     operands = [operand for operand, asked in zip(pair, (plain, transposed)) if asked]
     if isinstance(operands[0], Tensor):
         return operands
+    scales = [operand.scale for operand in operands]
     if operands[0].granularity == "tensor":
-        scales = [operands[0].scale.clone()]  # it may be a view of a table
-    else:
-        scales = [operand.scale for operand in operands]
+        scales = scales[:1]
     return [operand.codes for operand in operands] + scales
 
 

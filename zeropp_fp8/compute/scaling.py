@@ -68,6 +68,7 @@ class Scaling:
         transposed: bool,
         scale: Tensor | None = None,
         training: bool = True,
+        own_scale: bool = False,
     ) -> tuple[Operand | None, Operand | None]:
         """Quantize [R, C] for a GEMM that sums over C (`plain`: [R, C]) or over R (`transposed`: [C, R]), or both.
 
@@ -75,6 +76,7 @@ class Scaling:
             layer: a number that `add_layer` gave.
             scale: that of an operand of the same numbers, quantized before, if it has one for all of them.
             training: whether a backward pass follows or runs; evaluation leaves no trace.
+            own_scale: the operands' scale is in memory of its own: neither `scale` nor a view of a table.
         """
         raise NotImplementedError
 
@@ -146,9 +148,9 @@ def _key(x: Tensor, training: bool) -> tuple | None:
 class CurrentScaling(Scaling):
     """Each operand is scaled by its own amax, found in a pass of its own."""
 
-    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True, own_scale=False):
         dtype = FP8_DTYPES[self.formats[role]]
-        return casts.per_tensor(matrix, dtype, scale, None, plain, transposed, right=_RIGHT[role])
+        return casts.per_tensor(matrix, dtype, scale, None, plain, transposed, None, _RIGHT[role], own_scale)
 
 
 class PerChannelScaling(Scaling):
@@ -156,7 +158,7 @@ class PerChannelScaling(Scaling):
 
     granularity = "row"
 
-    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True, own_scale=False):
         return casts.cast_per_row(matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
 
 
@@ -165,7 +167,7 @@ class BlockScaling(Scaling):
 
     granularity = "block"
 
-    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True, own_scale=False):
         cast = casts.cast_tiles if role == "weights" else casts.cast_blocks
         return cast(matrix, FP8_DTYPES[self.formats[role]], plain, transposed)
 
@@ -179,7 +181,7 @@ class MXScaling(Scaling):
         super().__init__(compute)
         self._mx = {role: make_format(name) for role, name in self.formats.items() if name in MX_FORMATS}
 
-    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True, own_scale=False):
         return rounded_operands(matrix, self._mx[role], plain, transposed)
 
 
@@ -232,11 +234,11 @@ class DelayedScaling(Scaling):
         scale, amax = self._entries[index]
         return scale if index in self._known else None, amax if training else None
 
-    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        own_scale, amax = self._entry(layer, role, matrix.device, training)
-        scale = scale if own_scale is None else own_scale
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True, own_scale=False):
+        known, amax = self._entry(layer, role, matrix.device, training)
+        scale = scale if known is None else known
         dtype = FP8_DTYPES[self.formats[role]]
-        return casts.per_tensor(matrix, dtype, scale, amax, plain, transposed, right=_RIGHT[role])
+        return casts.per_tensor(matrix, dtype, scale, amax, plain, transposed, None, _RIGHT[role], own_scale)
 
     def knows_input(self, layer: int) -> bool:
         """Whether a layer's input has a history, so that it can be cast as it is made."""

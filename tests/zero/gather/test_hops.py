@@ -111,6 +111,7 @@ def played(request, monkeypatch):
         here = torch.device("cpu")
         monkeypatch.setattr(hops_module, "BufferRing", lambda device, count: lanes.BufferRing(here, count))
         monkeypatch.setattr(hops_module, "buffer_for", lambda lane, size, device: lanes.buffer_for(lane, size, here))
+        monkeypatch.setattr(hops_module, "stream_number", lambda device: 0)
         for module in (lanes, hops_module):
             monkeypatch.setattr(module, "mark", lambda device: streams.over[streams.current])
         for module in (lanes, hops_module, units_module):

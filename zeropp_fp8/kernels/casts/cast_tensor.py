@@ -121,17 +121,20 @@ def cast_tensor_kernel(
     transposed_length,
     num_partials,
     CURRENT: tl.constexpr,
+    COPY: tl.constexpr,
     RECORD: tl.constexpr,
     PARTIALS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One program: one tile."""
+    """One program: one tile. With COPY, `partials_ptr` gets the given scale."""
     first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
     values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
     if CURRENT:
         scale = scale_of_partials(partials_ptr, num_partials, scale_ptr, amax_ptr, FORM.largest, RECORD, PARTIALS)
     else:
         scale = tl.load(scale_ptr)
+        if COPY and tl.program_id(0) == 0:
+            tl.store(partials_ptr, scale)
         if RECORD:
             record_amax(amax_ptr, numbers_of(values))
     cast_tile(
@@ -166,6 +169,7 @@ def cast_tensor(
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
     right: tuple[bool, bool] = (False, False),
+    own_scale: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Cast a matrix with one scale.
 
@@ -176,15 +180,17 @@ def cast_tensor(
         scale: fp32 [1]; None: the matrix' own.
         amax_out: fp32 [1], becomes the maximum of itself and the matrix' largest finite magnitude; or None.
         right: which of the two copies a GEMM takes as its second operand.
+        own_scale: give back a copy of `scale`.
 
     Returns:
         (codes [R, C rounded up to a multiple of 16] or None, codes [C, R rounded up] or None, the scale); the transpose
         of codes that are `right`.
     """
-    partials = None
-    if scale is None:
-        partials = partial_amax(matrix)
-        scale = torch.empty_strided((1,), (1,), dtype=torch.float32, device=matrix.device)
+    partials, made, current = None, None, scale is None
+    if current or own_scale:
+        made = torch.empty_strided((1,), (1,), dtype=torch.float32, device=matrix.device)
+    if current:
+        partials, scale = partial_amax(matrix), made
     plan = cast_plan(
         cast_tensor_kernel,
         CAST,
@@ -196,11 +202,12 @@ def cast_tensor(
         transposed,
         right,
         ALIGNMENT,
-        (0 if partials is None else partials.numel(),),
-        CURRENT=partials is not None,
+        (partials.numel() if current else 0,),
+        CURRENT=current,
+        COPY=own_scale and not current,
         RECORD=amax_out is not None,
         PARTIALS=LARGEST_PARTIALS,
     )
     codes, codes_t = plan.empty()
-    plan.launch(matrix, codes, codes_t, scale, partials, amax_out)
-    return codes, codes_t, scale
+    plan.launch(matrix, codes, codes_t, scale, partials if current else made, amax_out)
+    return codes, codes_t, scale if made is None else made

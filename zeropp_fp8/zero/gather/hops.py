@@ -17,7 +17,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
+from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, stream_number, used_last
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import PendingGather, Unit
@@ -116,6 +116,7 @@ class Hops:
         """A buffer for one gather; `lane` fills it. Call it on the stream that decodes."""
         buffer = buffer_for(lane, num_bytes, self.device)
         pending.taken.append(buffer)
+        pending.taken_on = stream_number(self.device)
         return buffer
 
     def start(self, unit: Unit, ahead: bool = False) -> None:
@@ -154,8 +155,9 @@ class Hops:
         pending, unit.pending = unit.pending, None
         if pending.asked_for:
             self.pending_numel -= unit.numel
-        for buffer in pending.taken:
-            used_last(buffer)
+        if pending.taken and pending.taken_on != stream_number(self.device):
+            for buffer in pending.taken:
+                used_last(buffer)
 
     def cancel(self, unit: Unit) -> None:
         """End a gather that nothing will use."""

@@ -45,7 +45,7 @@ class PendingGather:
         filled: the device event after which `held` is complete, if the hops do not fill it.
         gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
         asked_for: values are wanted. Otherwise only the secondary shard is being filled.
-        taken: buffers for this gather alone.
+        taken, taken_on: buffers for this gather alone, and the number of the stream whose memory they are of.
         bill: bytes that it has sent outside of steps, without those of the secondary shard.
     """
 
@@ -58,6 +58,7 @@ class PendingGather:
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
     taken: list[Tensor] = field(default_factory=list)
+    taken_on: int = 0
     bill: Bill = field(default_factory=Bill)
 
     def wait_for_first_hops(self) -> None:
