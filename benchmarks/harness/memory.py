@@ -130,6 +130,7 @@ def memory_profile(trainer, step: Callable[[], object], device: torch.device, fo
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         "phases_gib": _gib(phases),
         "at_peak_gib": _gib(highest),
+        "allocations": sum(event["action"] == "alloc" for event in events),
     }
 
 
@@ -143,4 +144,4 @@ def show(found: dict) -> None:
         if isinstance(sizes, dict):
             print(f"  {title}: " + ", ".join(f"{name} {gib:.3f}" for name, gib in sizes.items()))
         else:
-            print(f"  {title}: {sizes:.3f}")
+            print(f"  {title}: {sizes:.3f}" if title.endswith("_gib") else f"  {title}: {sizes}")

@@ -32,6 +32,7 @@ KINDS = (
     ("optimizer", ("adam", "squares_kernel", "lpnorm", "l2norm")),
     ("copies", ("memcpy", "memset", "catarray", "copy")),
 )
+STREAM_OPERATIONS = "cudaEventRecord", "cudaStreamWaitEvent"  # what orders streams
 PHASES = FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # what a trainer's step marks by record_function
 COMMUNICATION = tuple(kind for kind, parts in KINDS if parts[0].startswith("nccl"))
 
@@ -88,6 +89,7 @@ def summary(events: list[dict], count: int) -> dict:
         "communication_ms": busy_ms(spans[True]),
         "exposed_ms": busy_ms(everything) - computing,
         "launches": len(kernels),
+        "stream_operations": sum(n for name, (n, _) in calls.items() if name.startswith(STREAM_OPERATIONS)),
         "by_kind_ms": dict(sorted(by_kind.items(), key=lambda item: -item[1])),
         "from_to_ms": _from_to([(e["name"], e) for e in phases] + [(kind_of(e["name"]), e) for e in kernels]),
         "kernels": top(by_name, count),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from benchmarks.harness.memory import OWNERS
 from benchmarks.harness.profiling import PHASES
+from benchmarks.harness.sizes import SIZES
 from benchmarks.report.blocks import Block, bold, paragraph, since, table
 
 LABELS = {
@@ -189,12 +191,34 @@ def profile_says(result: dict) -> str:
 def memory_of_step(result: dict) -> str:
     """GiB of a step on GPUs: the peaks of its phases, and by owner at the highest of them."""
     of_run = {row["run"]: row["memory"] for row in result["rows"]}
-    rows = [["peak", *(f"{found['peak_gib']:.2f}" for found in of_run.values())]]
+    rows = [["peak of all steps, the first among them", *(f"{row['highest_gib']:.2f}" for row in result["rows"])]]
+    rows += [["peak of a later step", *(f"{found['peak_gib']:.2f}" for found in of_run.values())]]
+    rows += [["reserved", *(f"{found['reserved_gib']:.2f}" for found in of_run.values())]]
     for title, key, names in (("", "phases_gib", PHASES), ("at the peak: ", "at_peak_gib", OWNERS)):
         sizes = [found[key] for found in of_run.values()]
         for name in (name for name in names if any(name in found for found in sizes)):
             rows.append([title + name, *(f"{found[name]:.2f}" if name in found else "" for found in sizes)])
     return table(["GiB", *(f"`{run}`" for run in of_run)], rows)
+
+
+def work_of_step(result: dict) -> str:
+    """What the host does for a step on GPUs, and for the part of it that is a block's, were a step blocks alone."""
+    rows, layers = result["rows"], SIZES[result["model"]].layers
+
+    def counted(what: str, of: Callable[[dict], int]) -> list[str]:
+        return [what, *(f"{of(row):,} ({of(row) / layers:,.0f})" for row in rows)]
+
+    return table(
+        ["of a step (over the number of blocks)", *(f"`{row['run']}`" for row in rows)],
+        [
+            counted("Python calls", lambda row: row["host"]["calls"]),
+            counted("launches, copies, fills", lambda row: row["device"]["launches"]),
+            counted("allocations", lambda row: row["memory"]["allocations"]),
+            counted("events recorded and waited for", lambda row: row["device"]["stream_operations"]),
+            ["ms on the device", *(f"{row['device']['computing_ms']:.0f}" for row in rows)],
+            ["ms until the host returns", *(f"{row['host_returns_after_ms']:.0f}" for row in rows)],
+        ],
+    )
 
 
 KERNELS = {
@@ -359,6 +383,8 @@ BLOCKS = {
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
     "step_bytes": Block(step_bytes, ("two_nodes/h200-4-25gbit",)),
     "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),
+    "memory_of_step": Block(memory_of_step, ("step_profile/h200-2-nvlink",)),
+    "work_of_step": Block(work_of_step, ("step_profile/h200-2-nvlink",)),
     "kernels": Block(kernels, ("kernels/h200-1-local",)),
     "kernels_say": Block(kernels_say, ("kernels/h200-1-local", "step_profile/h200-4-nvlink")),
     "accuracy": Block(

@@ -68,13 +68,16 @@ def test_on_a_cpu(tmp_path):
 def test_the_table():
     """An owner that no run has is left out; one that a run lacks is an empty cell."""
     phases = {"forward": 3.0, "backward": 4.0, "update": 2.0}
-    fsdp = {"peak_gib": 4.0, "phases_gib": phases, "at_peak_gib": {memory.MASTER: 1.0}}
+    fsdp = {"peak_gib": 4.0, "reserved_gib": 5.0, "phases_gib": phases, "at_peak_gib": {memory.MASTER: 1.0}}
     own = fsdp | {"at_peak_gib": {memory.SHARD: 0.5, memory.MASTER: 1.0}}
-    made = memory_of_step({"rows": [{"run": "fsdp2", "memory": fsdp}, {"run": "zeropp", "memory": own}]})
+    rows = [{"run": run, "highest_gib": 4.5, "memory": made} for run, made in (("fsdp2", fsdp), ("zeropp", own))]
+    made = memory_of_step({"rows": rows})
     assert made.splitlines() == [
         "| GiB | `fsdp2` | `zeropp` |",
         "|---|---|---|",
-        "| peak | 4.00 | 4.00 |",
+        "| peak of all steps, the first among them | 4.50 | 4.50 |",
+        "| peak of a later step | 4.00 | 4.00 |",
+        "| reserved | 5.00 | 5.00 |",
         "| forward | 3.00 | 3.00 |",
         "| backward | 4.00 | 4.00 |",
         "| update | 2.00 | 2.00 |",
