@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.harness.starting import FIRST_STEP
 from benchmarks.report.blocks import Block, code_of, paragraph, table
 
 
@@ -114,7 +115,21 @@ def kept(*results: dict) -> str:
     return table(["ms", "with it", "without"], rows)
 
 
+def starts(result: dict) -> str:
+    """Seconds to the end of a job's first step, part by part, of the fastest of a run's rounds."""
+    lines, parts = result["comparison"], [part for part in FIRST_STEP if part != "python"]
+    names = [line["run"] + {"cold": ", kernels not compiled yet", "warm": ""}.get(line["cache"], "") for line in lines]
+    rows = [
+        [name, *(f"{line['seconds'][part]:.1f}" if part in line["seconds"] else "" for part in parts)]
+        + [f"{line['total_s']:.1f}", f"{line['more_s']:.1f}" if "more_s" in line else "", str(line["kernels"][-1])]
+        for name, line in zip(names, lines)
+    ]
+    head = [*(part.replace("_", " ") for part in parts), "in all", "more", "kernels"]
+    return table(["s", *head], rows)
+
+
 BLOCKS = {
+    "starts": Block(starts, ("start/h200-2-nvlink",)),
     "kept": Block(kept, KEPT),
     "two_gpus_say": Block(two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048")),
     "calls_say": Block(calls_say, ("step_profile/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink")),

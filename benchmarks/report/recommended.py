@@ -46,7 +46,7 @@ SITUATIONS = (
     Situation("8 nodes of 8, 100 Gbit/s", _eight(100)),
     Situation("8 nodes of 8, 100 Gbit/s, 8,192 tokens", _eight(100), tokens=8192),
     Situation("8 nodes of 8, 25 Gbit/s", _eight(25)),
-    Situation("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 15 GiB", Cluster(2, 8, 25), 1024, gpu_gib=15),
+    Situation("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 14 GiB", Cluster(2, 8, 25), 1024, gpu_gib=14),
     Situation("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 12 GiB", Cluster(2, 8, 25), 1024, gpu_gib=12),
     Situation("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 9.5 GiB", Cluster(2, 8, 25), 1024, gpu_gib=9.5),
     Situation("LoRA, 8 nodes of 8, 100 Gbit/s", _eight(100), lora=True),

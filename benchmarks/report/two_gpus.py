@@ -231,6 +231,7 @@ def two_gpus(small: dict, large: dict) -> str:
 
 OVER_NVLINK = {
     "fsdp2": "FSDP2",
+    "fsdp2-torchao": "FSDP2 with torchao's float8",
     "lossless": "**`lossless`**",
     "zeropp": "**`zeropp`**",
     "fp8-lm-o1": "**`fp8-lm-o1`**",
@@ -250,8 +251,8 @@ def over_nvlink(*results: dict) -> str:
     for run, label in OVER_NVLINK.items():
         cells = [time(found.get(run + suffix)) for found in lines for suffix in ("", "-compiled")]
         peaks = [f"{found[run]['peak_gib']:.1f}" if run in found else "" for found in lines]
-        rows.append([label, cells[0], *cells[2:], *peaks])
-    headers = [shapes[0], shapes[1], f"{shapes[1]} compiled", *(f"GiB at {shape}" for shape in shapes)]
+        rows.append([label, *cells, *peaks])
+    headers = [shapes[0], "compiled", shapes[1], "compiled", *(f"GiB at {shape}" for shape in shapes)]
     return table(["ms per step (fastest to slowest)", *headers], rows)
 
 

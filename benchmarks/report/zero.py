@@ -202,7 +202,7 @@ def memory_of_step(result: dict) -> str:
 
 
 def work_of_step(result: dict) -> str:
-    """What the host does for a step on GPUs, and for the part of it that is a block's, were a step blocks alone."""
+    """The host's work for a step on GPUs, and that over the number of blocks."""
     rows, layers = result["rows"], SIZES[result["model"]].layers
 
     def counted(what: str, of: Callable[[dict], int]) -> list[str]:
@@ -385,6 +385,7 @@ BLOCKS = {
     "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),
     "memory_of_step": Block(memory_of_step, ("step_profile/h200-2-nvlink",)),
     "work_of_step": Block(work_of_step, ("step_profile/h200-2-nvlink",)),
+    "work_of_fp8_step": Block(work_of_step, ("step_profile/h200-2-nvlink-4x2048",)),
     "kernels": Block(kernels, ("kernels/h200-1-local",)),
     "kernels_say": Block(kernels_say, ("kernels/h200-1-local", "step_profile/h200-4-nvlink")),
     "accuracy": Block(

@@ -216,7 +216,7 @@ def test_codes_take_less_memory_and_traffic_than_16_bits(cluster):
 
 def test_the_page_says_how_well_it_fits():
     """docs/planning.md: every line of its table, from the files it names; held-out errors of short ones. No result with
-    a steady run is missing, and no run is beyond 15 % but the four that the page explains."""
+    a steady run is missing, and no run is beyond 15 % but the five that the page explains."""
     lines = re.findall(r"^\| (`.+`): (\d+)\b.* \| (\d+) \| (\d+) % \| (\d+) % \|$", PAGE.read_text(), re.MULTILINE)
     beyond, checked = [], []
     for names, count, constants, *errors in lines:
@@ -236,6 +236,7 @@ def test_the_page_says_how_well_it_fits():
         ("h100-2-25gbit.json", "fp8-lm", 1024),  # by all-to-alls that do not fill the link
         ("h100-2-25gbit-sockets-compiled.json", "zeropp-compiled", 1024),  # not steady, like the next two
         ("h100-2-pcie.json", "fsdp2-compiled", 1024),
+        ("h200-2-nvlink-4x2048.json", "fsdp2-torchao-compiled", 8192),  # not steady either
         ("h200-1-local-sequence.json", "fp8-lm-o2", 8192),
     ]
     assert sorted(checked) == [

@@ -139,7 +139,7 @@ SAID = {
     "zeropp": ("8 nodes of 8, 800 Gbit/s", "recommended"),
     "zeropp-diff": ("8 nodes of 8, 400 Gbit/s", "recommended"),  # slower still
     "zeropp-2bit": ("8 nodes of 8, 25 Gbit/s", "named"),
-    "zeropp-4bit": ("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 15 GiB", "named"),
+    "zeropp-4bit": ("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 14 GiB", "named"),
     "zeropp-pcie": ("one node of 4 GPUs, PCIe (8 GB/s a GPU)", "recommended"),
     "fp8-lm-o1": ("8 nodes of 8, 400 Gbit/s, 8,192 tokens", "named"),
     "fp8-lm-o2": ("one GPU of 80 GiB", "recommended"),

@@ -29,9 +29,10 @@ LOGIT_BYTES = 10
 SUB_GROUP = 1e9  # DeepSpeed's sub_group_size: parameters updated at once
 PREFETCHED_BLOCKS = 2
 MARGIN = 0.25  # of a GPU, that `secondary.memory_gb` "auto" leaves
-# fp32 tensors of a sub-group's size in DeepSpeed's step, one of them its copy of the gradients; 1.7 were measured
-# (`zeropp`, benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
+# fp32 tensors of a sub-group's size in DeepSpeed's step, one of them its copy of the gradients; 1.7 were measured of
+# this project, too, when it left the step to DeepSpeed (benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
 UPDATE_COPIES = 2
+UPDATE_CHUNK = 2**26  # elements whose fp32 gradients this project makes at once
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def memory_for_copies(method: Method, job: Job, gpu_bytes: float) -> float:
 
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     """The bytes of each part on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and
-    its gradients come into being in the backward pass of the first micro-batch."""
+    as with this project, gradients come into being in the backward pass of the first micro-batch."""
     model, cluster = job.model, job.cluster
     method.check(job)
     ranks, weights = method.state_ranks(job), method.weights(job)
@@ -90,10 +91,16 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
         sizes = (share * part.numel * (part.code_bytes or method.secondary_bytes) for part, share in method.copied(job))
         copied = sum(sizes) / sharing
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
-    copies = method.deepspeed and not method.fused_update  # torch's fused AdamW updates in place
+    stock, update = method.deepspeed and method.host_by_tensor, 0.0
+    if stock:
+        update = UPDATE_COPIES * FP32_BYTES * min(shard, SUB_GROUP)
+    elif method.deepspeed and not method.fused_update:  # torch's fused AdamW, FSDP2's, updates in place
+        update = FP32_BYTES * min(shard, UPDATE_CHUNK)
     gradient_bytes = method.stored_gradient_bytes
     if gradient_bytes is None:
         gradient_bytes = FP32_BYTES if method.fp32_gradients else BYTES_16BIT
+    # What stores gradients in few bits keeps their memory, as stock does.
+    come_in_backward = not stock and method.stored_gradient_bytes is None and job.micro_batches == 1
     sums, adding = 0.0, method.sum_ranks(cluster)
     if adding is not None and method.states_sharded_over == "world" and job.micro_batches > 1:
         sums = BYTES_16BIT * job.trained_parameters / adding
@@ -105,6 +112,6 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
         secondary=copied,
         gathered=BYTES_16BIT * min(gathered, model.parameters),
         activations=activation_bytes(method, job),
-        update=UPDATE_COPIES * FP32_BYTES * min(shard, SUB_GROUP) if copies else 0.0,
-        late_gradients=0.0 if method.deepspeed or job.micro_batches > 1 else gradient_bytes * shard,
+        update=update,
+        late_gradients=gradient_bytes * shard if come_in_backward else 0.0,
     )
