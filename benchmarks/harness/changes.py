@@ -58,7 +58,7 @@ def blocks_of(flat: Tensor, size: int) -> Tensor:
 
 
 class Count:
-    """What is counted of differences of one kind of weights, over tensors; on their device until it is asked for."""
+    """The differences of one kind of weights, counted over tensors, on their device."""
 
     def __init__(self, device: torch.device) -> None:
         self.numel = 0

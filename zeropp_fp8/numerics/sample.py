@@ -221,8 +221,10 @@ class Sampler(StagePart):
         if decoded is not None:
             self._note(f"compute_{role}", layer, exact, decoded)
 
-    def _quantize(self, quantize: Callable, layer, role, matrix, plain, transposed, scale=None, training=True):
-        pair = quantize(layer, role, matrix, plain, transposed, scale, training)
+    def _quantize(
+        self, quantize: Callable, layer, role, matrix, plain, transposed, scale=None, training=True, own=False
+    ):
+        pair = quantize(layer, role, matrix, plain, transposed, scale, training, own)
         if training:
             self._see_operands(layer, role, matrix, pair)
         return pair

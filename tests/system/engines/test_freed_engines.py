@@ -42,7 +42,7 @@ def test_an_engine_that_is_kept_has_no_buffers_of_the_plugin(kind, left):
     for rank in left:
         parts, before, after = rank[kind][2]
         assert not {"reducer", "store", "compressed"} & set(parts)
-        assert after < before
+        assert after == before if kind == "lossless" else after < before, "lossless keeps no buffer between steps"
         if kind not in (jobs.QLORA, jobs.FROZEN):  # of other numbers
             assert after <= rank[jobs.STOCK][2][2] + 128  # bytes
 
