@@ -130,6 +130,7 @@ def starts(result: dict) -> str:
 
 BLOCKS = {
     "starts": Block(starts, ("start/h200-2-nvlink",)),
+    "starts_on_cpu": Block(starts, ("start/cpu-2-gloo",)),
     "kept": Block(kept, KEPT),
     "two_gpus_say": Block(two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048")),
     "calls_say": Block(calls_say, ("step_profile/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink")),
