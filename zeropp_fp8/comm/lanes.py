@@ -142,7 +142,12 @@ class BufferRing:
         self._free.append((storage, mark(self.device)))
 
     def clear(self) -> None:
-        """Forget the free buffers, so that their memory can be used for other things."""
+        """Forget the free buffers, so that their memory can be used for other things.
+
+        Call it where the current stream waits for their last users; it need not be the stream that took them.
+        """
+        for storage, _ in self._free:
+            used_last(storage)
         self._free.clear()
 
     def num_bytes(self) -> int:
