@@ -9,7 +9,8 @@ Four codes, each of blocks of 128 weights or less, so that a GPU finds a block's
     places    for each 128 weights a byte, the count of changes; for each a place of 7 bits, and 2 and 16 bits as above;
               all 128 as `bitmaps` has them without the first bit where that is less
     exponents what both sides know of a weight before, its exponent, says how it is sent: a table for each tensor gives
-              a width in bits, beyond which it is an escape, or says that changes are seldom, and sent as in `bitmaps`
+              a width in bits, beyond which it is an escape, or says that changes are seldom; those of 128 weights are
+              sent as in `bitmaps` or as in `places`, which a bit says
 
 `entropy` is that of the differences, each by itself: the least that a code without memory needs. `given_exponent` is
 that of a code which knows the exponent, with 16 bits more for differences beyond 127.
@@ -105,7 +106,9 @@ class Count:
         in_small = blocks_of(seldom, SMALL_BLOCK).any(1)
         kept = blocks_of(is_seldom[exponents], SMALL_BLOCK).sum(1)  # of a small block, bits of its bitmap
         of_changes = (SYMBOL * changed + ESCAPE * escaped)[is_seldom].sum()
-        return in_small.numel() + (kept * in_small).sum() + of_changes + dense[~is_seldom].sum()
+        in_bitmaps = blocks_of(1 + kept * in_small, BLOCK // SMALL_BLOCK).sum(1)
+        in_places = 8 + 7 * blocks_of(seldom, BLOCK).sum(1)
+        return (1 + torch.minimum(in_bitmaps, in_places)).sum() + of_changes + dense[~is_seldom].sum()
 
     def found(self) -> dict[str, float]:
         """The share that changed, the share that changed by more than 1, and bits per weight."""
