@@ -17,10 +17,13 @@ One process each, of one rank. `gradients` of a step are those of the bf16 model
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -88,13 +91,13 @@ def train(run: str, args, device: torch.device) -> dict:
     tuned, name = run in TUNED, "adamw" if run in TUNED else run
     lr = float(run.partition("-")[2]) if tuned else args.lr * OF_ADAMW[name]
     steps = args.sft_steps if tuned else args.steps
-    weights = Path(args.weights)
+    kept = Path(args.weights)
     torch.manual_seed(0)
     model = Llama(SIZES[args.size])
     if tuned:
-        if not weights.exists():
+        if not kept.exists():
             train("adamw", args, device)
-        model.load_state_dict(torch.load(weights, weights_only=True))
+        model.load_state_dict(torch.load(kept, weights_only=True))
         data, held_out = sequences_of(docstrings([str(Path(torch.__file__).parent / "nn")]), args.sequence, device)
     else:
         data, held_out = load_data(args, device)
@@ -102,8 +105,6 @@ def train(run: str, args, device: torch.device) -> dict:
     masters = {key: nn.Parameter(p.detach().clone()) for key, p in model.named_parameters()}
     model.to(torch.bfloat16)
     optimizer, points, losses = optimizer_of(name, masters, lr), [], []
-    for group in optimizer.param_groups:
-        group["initial_lr"] = lr
     for step in range(1, steps + 1):
         factor = rate_factor(step - 1, max(1, steps // 10), steps)
         for group in optimizer.param_groups:
@@ -126,7 +127,7 @@ def train(run: str, args, device: torch.device) -> dict:
                 p.copy_(masters[key])
                 p.grad = None
     if run == "adamw":
-        torch.save({key: master.detach().cpu() for key, master in masters.items()}, weights)
+        torch.save({key: master.detach().cpu() for key, master in masters.items()}, kept)
     with torch.no_grad():
         held_out_loss = model(held_out.evaluation_batch(0, 1, args.batch)).item()
     synchronize(device)
@@ -234,6 +235,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+@contextlib.contextmanager
+def weights(args) -> Iterator[None]:
+    """The folder of the weights of `adamw`, removed at the end."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(Path(args.weights).parent)
+
+
 QUESTION = Question(
     name="weight_changes",
     parse=parse,
@@ -243,6 +253,7 @@ QUESTION = Question(
     line=line,
     compared=lambda result: {"comparison": compare(result["rows"])},
     show=show,
+    links=weights,
 )
 
 if __name__ == "__main__":

@@ -330,7 +330,6 @@ _PEERS = [
         "in-tree-hpz": _HPZ,
         "in-tree-qgz": _QGZ,
         "fsdp2": _FSDP2,
-        "fsdp2-torchao": {**_FSDP2, "cast_bytes": _FP8_CASTS, "fp8_products": True},
         "hsdp": {**_FSDP2, **_HSDP},
     }.items()
 ]
@@ -354,14 +353,15 @@ _STORES = [
     for name, stored in _FROZEN.items()
 ]
 METHODS: dict[str, Method] = {method.name: method for method in (*_PEERS, *_OWN, *_STORES)}
-# Not compiled, its casts are operations of torch, one after the other: 504 ms where 229 would be modelled
-# (benchmarks/results/one_node/h200-2-nvlink-4x2048.json).
 METHODS |= {
     f"{name}-compiled": replace(METHODS[name], name=f"{name}-compiled", compiled=True)
     for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-2bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
-    + ("fsdp2", "fsdp2-torchao")
+    + ("fsdp2",)
 }
-del METHODS["fsdp2-torchao"]
+# Not compiled, its casts are operations of torch, one after the other: 504 ms where 229 would be modelled
+# (benchmarks/results/one_node/h200-2-nvlink-4x2048.json).
+_TORCHAO = {"compiled": True, "cast_bytes": _FP8_CASTS, "fp8_products": True}
+METHODS["fsdp2-torchao-compiled"] = Method("fsdp2-torchao-compiled", **_FSDP2, **_TORCHAO)
 # Of recipes all that train what the job trains; LoRA with FP8 or MX compute is not modelled.
 TABLE_METHODS = ("stock", "stock-leaf", *(name for name in RECIPES if METHODS[name].stored_bytes is None))
 TABLE_METHODS += ("in-tree", "fsdp2", "hsdp")

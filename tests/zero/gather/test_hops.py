@@ -157,7 +157,7 @@ def test_a_gather_that_is_started_ahead_waits_for_what_is_computed_then(played):
     for index in range(UNITS if gatherer.route.last.size > 1 else 0):
         before = streams.before["last hop", index]
         decoded = max((other for what, other in before if what == "decode"), default=-1)
-        assert decoded == max(index - AHEAD, min(index, AHEAD) and 0 if index else -1)
+        assert decoded == (max(index - AHEAD, 0) if index else -1)
 
 
 def test_differences_are_on_their_way_while_others_are_added(played):

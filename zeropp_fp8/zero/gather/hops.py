@@ -6,8 +6,8 @@ on another, so that consecutive units use both kinds of link at the same time. I
 result waits for that unit, never for a lane.
 
 A gather's buffers are of the compute stream's memory, for that gather alone: where the activations take most, no gather
-is under way that holds any. For this a gather waits for what has been computed when it starts. That costs no time: it
-is started one unit or more before its values are needed, and its link is busy until then.
+is under way that holds any. For this a gather waits for what has been computed when it starts; over NVLink no time is
+lost (benchmarks/results/before_after/h200-2-nvlink-buffers.json), for it starts a unit or more ahead.
 """
 
 from __future__ import annotations
