@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,41 +28,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.environment import describe
+from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
+from benchmarks.harness.rlhf_pipeline import SETTINGS, pipeline
 from examples.launching import computes_in_bf16, device
 from examples.options import finite, generator_seed, new_file, whole
 from examples.rlhf.common.monitor import LOG, read_log
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 METRIC, BF16 = "exact_match", "stock"
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 97.5 %, 1 ... 9 degrees
 CURVES = (f"reward_{METRIC}", "reward", "kl", "entropy", f"eval_{METRIC}")
-
-_ROLLOUT = {
-    "rollout_batch": 512,
-    "lr": 3e-5,
-    "missing_eos_penalty": 1.0,
-    "reward_weights": [1.0],
-    "max_prompt_tokens": 32,
-    "max_new_tokens": 12,
-    "eval_batch": 512,
-}
-SETTINGS = {
-    "base": {
-        "make_data": {"model": "base", "text_characters": 0},
-        "ds_config": {"train_micro_batch_size_per_gpu": 128},
-        "sft": {"steps": 150, "lr": 3e-4, "warmup": 20, "max_tokens": 64, "log_every": 10},
-        "reward": {"steps": 150, "lr": 1e-4, "warmup": 20, "max_tokens": 64, "centering": 0.01, "log_every": 10},
-        "ppo": {"critic_lr": 1e-4, "kl_coefficient": 0.05, "reward_model_weight": 0.25, **_ROLLOUT},
-        "grpo": _ROLLOUT,
-        "evaluate": {"max_prompt_tokens": 32, "max_new_tokens": 12, "eval_batch": 512},
-    },
-}
-SETTINGS["tiny"] = json.loads((EXAMPLES / "rlhf" / "demo.json").read_text())
-SETTINGS["tiny"]["grpo"] = {
-    key: value for key, value in SETTINGS["tiny"]["ppo"].items() if key not in ("critic_lr", "kl_coefficient")
-} | {"reward_model_weight": 0.0}
 
 
 # --- one run -----------------------------------------------------------------------------------------------------
@@ -79,26 +53,6 @@ def settings_of(args, folder: Path) -> Path:
     path = folder / "settings.json"
     path.write_text(json.dumps(settings, indent=1))
     return path
-
-
-def pipeline(words: list[str], log: Path, deadline: float) -> None:
-    """Run examples/rlhf/pipeline.py to its end.
-
-    Raises:
-        RuntimeError: it failed; with the end of its output.
-        TimeoutError: the time is up.
-    """
-    with log.open("w") as file:
-        command = [sys.executable, str(EXAMPLES / "rlhf" / "pipeline.py"), *words]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks
-            process.wait()
-            raise TimeoutError(f"no time was left; the log ends with {log.read_text()[-300:]!r}") from None
-    if code:
-        raise RuntimeError(f"exit status {code}; the log ends with {log.read_text()[-2000:]}")
 
 
 def run(recipe: str, seed: int, args, folder: Path, deadline: float) -> dict:
@@ -237,7 +191,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.recipes = args.recipes.split(",")
     args.bf16 = computes_in_bf16(accelerator)
-    unknown = [name for name in args.recipes if not (EXAMPLES.parent / "ds_configs" / f"{name}.json").exists()]
+    unknown = [name for name in args.recipes if not (ROOT / "ds_configs" / f"{name}.json").exists()]
     if unknown:
         parser.error(f"there is no ds_configs/{unknown[0]}.json")
     if torch.cuda.device_count() and args.ranks > torch.cuda.device_count():

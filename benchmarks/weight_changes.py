@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from benchmarks.harness.changes import CODES, bits_of_gradients, changes
 from benchmarks.harness.command import choose_runs, command, cut_into_nodes
 from benchmarks.harness.environment import ROOT
-from benchmarks.harness.learning import BETAS, WEIGHT_DECAY, load_data, rate_factor, sequences_of
+from benchmarks.harness.learning import BETAS, WEIGHT_DECAY, docstrings, load_data, rate_factor, sequences_of
 from benchmarks.harness.llama import Llama
 from benchmarks.harness.measuring import synchronize
 from benchmarks.harness.question import Question, runs_apart
+from benchmarks.harness.rlhf_pipeline import FOLDER, SETTINGS, pipeline
 from benchmarks.harness.sizes import SIZES
-from benchmarks.rlhf_quality import SETTINGS
-from benchmarks.wire_convergence import docstrings
+from examples.launching import device, launch
 from examples.options import finite, whole
 
 OPTIMIZERS = ("adamw", "lion", "sgd")
@@ -142,39 +142,26 @@ def train(run: str, args, device: torch.device) -> dict:
 
 
 def reinforce(run: str, args) -> dict:
-    """A row: examples/rlhf/pipeline.py to PPO, whose engines are watched."""
-    sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples/rlhf")]
-    import pipeline
-
-    settings = json.loads(json.dumps(SETTINGS["tiny" if SIZES[args.size].small else "base"]))
-    settings["ppo"] |= {
-        "lr": float(run.partition("-")[2]),
-        "iterations": args.iterations,
-        "eval_every": args.iterations,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path, lines = Path(folder, "settings.json"), Path(folder, "changes.jsonl")
+    """A row: examples/rlhf/pipeline.py to one iteration of PPO, then that command for all, with its engines watched."""
+    settings = copy.deepcopy(SETTINGS["tiny" if SIZES[args.size].small else "base"])
+    settings["ppo"] |= {"lr": float(run.partition("-")[2]), "iterations": 1, "eval_every": 1}
+    # The launchers make groups of their own.
+    without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, without, clear=True):
+        path, out, lines = Path(folder, "settings.json"), Path(folder, "out"), Path(folder, "changes.jsonl")
         path.write_text(json.dumps(settings))
-        watched = {"WATCHED_OUT": str(lines), "WATCHED_STEPS": ",".join(map(str, looked_at(4 * args.iterations)))}
-        real = pipeline.launch
-
-        def launch(name: str, script: Path, words: list, accelerator: str, ranks: int) -> None:
-            if name == "ppo":
-                words, script = [script, *words], ROOT / "benchmarks/harness/watched.py"
-            real(name, script, words, accelerator, ranks)
-
-        words = ["--settings", str(path), "--recipe", "lossless", "--ranks", "1", "--out", str(Path(folder, "out"))]
-        argv = ["pipeline.py", *words, "--stages", "sft", "reward", "ppo"]
-        # The launcher makes a group of its own.
-        without = {
-            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        words = ["--settings", str(path), "--recipe", "lossless", "--ranks", "1", "--out", str(out)]
+        pipeline([*words, "--stages", "sft", "reward", "ppo"], Path(folder, "log"), float("inf"))
+        script, *words = json.loads((out / "ppo/stage.json").read_text())["command"]
+        for name, value in (("iterations", args.iterations), ("eval-every", args.iterations), ("out", out / "watched")):
+            words[words.index(f"--{name}") + 1] = str(value)
+        os.environ |= {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)]),
+            "WATCHED_OUT": str(lines),
+            "WATCHED_STEPS": ",".join(map(str, looked_at(4 * args.iterations))),
         }
-        with (
-            mock.patch.object(pipeline, "launch", launch),
-            mock.patch.object(sys, "argv", argv),
-            mock.patch.dict(os.environ, {**without, **watched}, clear=True),
-        ):
-            pipeline.main()
+        accelerator, _ = device(ranks=1)
+        launch(run, ROOT / "benchmarks/harness/watched.py", [FOLDER / script, *words], accelerator, 1)
         found = [json.loads(line) for line in lines.read_text().splitlines()]
     names = {"bfloat16": "bf16", "float16": "fp16"}
     points = [{names.get(key, key): value for key, value in point.items()} for point in found]

@@ -34,14 +34,12 @@ would end later, as long as the longest so far; one that fails is named, the oth
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import json
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -50,14 +48,14 @@ import torch
 from benchmarks.harness.engine_trainer import EngineTrainer
 from benchmarks.harness.environment import NO_IN_TREE, build_in_tree_op, describe, forget_in_tree_groups, join
 from benchmarks.harness.jobs import announce, choose_gpus, dealt_jobs, run_jobs
-from benchmarks.harness.learning import load_data, sequences_of, train_steps
+from benchmarks.harness.learning import docstrings, load_data, sequences_of, train_steps
 from benchmarks.harness.llama import Llama
 from benchmarks.harness.results import append_to, begin_result, end_result, finished_result, write_result
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, SECTIONS, groups_of
 from benchmarks.harness.zero3 import in_tree_zero, without_refused
 from examples.options import finite, new_file, new_folder, refusals, several, whole
-from examples.pretrain.data import Sequences, find_files
+from examples.pretrain.data import Sequences
 
 QUESTION = "wire_convergence"
 PRETRAIN, SFT = "pretrain", "sft"
@@ -141,24 +139,6 @@ def is_done(args: argparse.Namespace, case: str, run: str, seed: int) -> bool:
 
 
 # -- training, on every rank ------------------------------------------------------------------------------------------
-
-
-def docstrings(sources: list[str]) -> list[bytes]:
-    """The docstrings of Python files, those of one file as one text; without files of a newer Python's syntax."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = []
-    for source in sources:
-        for path in find_files(source):
-            if path.suffix != ".py":
-                continue
-            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of escapes in strings
-                try:
-                    tree = ast.parse(path.read_bytes())
-                except SyntaxError:
-                    continue
-            nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
-            texts.append("\n\n".join(filter(None, map(ast.get_docstring, nodes))).encode())
-    return [text for text in texts if text]
 
 
 def read_data(case: str, args: argparse.Namespace, device: torch.device) -> tuple[Sequences, Sequences]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import statistics
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 
 from benchmarks.harness.results import read_result
-from examples.pretrain.data import Sequences, byte_tokens, read_documents, split_tokens
+from examples.pretrain.data import Sequences, byte_tokens, find_files, read_documents, split_tokens
 
 BF16 = "bf16"
 THEN = "_then_"
@@ -31,6 +33,24 @@ def sequences_of(documents: list[bytes], length: int, device: torch.device) -> t
     """(training, held-out) sequences of so many bytes, on the device."""
     training, held_out = split_tokens(documents, byte_tokens)
     return Sequences(training.to(device), length), Sequences(held_out.to(device), length)
+
+
+def docstrings(sources: list[str]) -> list[bytes]:
+    """The docstrings of Python files, those of one file as one text; without files of a newer Python's syntax."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = []
+    for source in sources:
+        for path in find_files(source):
+            if path.suffix != ".py":
+                continue
+            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of escapes in strings
+                try:
+                    tree = ast.parse(path.read_bytes())
+                except SyntaxError:
+                    continue
+            nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+            texts.append("\n\n".join(filter(None, map(ast.get_docstring, nodes))).encode())
+    return [text for text in texts if text]
 
 
 def rate_factor(step: int, warmup: int, steps: int, least: float = LEAST_RATE) -> float:

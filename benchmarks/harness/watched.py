@@ -1,6 +1,7 @@
 """A training script, run as it is, whose engines tell how their weights change in a step (harness/changes.py).
 
-    WATCHED_STEPS=1,2,10 WATCHED_OUT=changes.jsonl python benchmarks/harness/watched.py SCRIPT [ARGUMENTS]
+    PYTHONPATH=.:FOLDER_OF_SCRIPT WATCHED_STEPS=1,2,10 WATCHED_OUT=changes.jsonl \\
+        python benchmarks/harness/watched.py SCRIPT [ARGUMENTS]
 
 Each line of the file is of one engine's step: its number among the engines that step, in the order in which they begin,
 the number of its step, and the learning rate. One rank, so that its parts are whole.
@@ -13,8 +14,6 @@ import os
 import runpy
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def watch(steps: set[int], out: Path) -> None:
@@ -52,7 +51,6 @@ def main() -> None:
         i for i, word in enumerate(sys.argv[1:], start=1) if not word.startswith("--")
     )  # the launcher's are first
     script, sys.argv = sys.argv[place], [sys.argv[place], *sys.argv[1:place], *sys.argv[place + 1 :]]
-    sys.path[:0] = [str(ROOT), str(Path(script).parent)]
     watch(set(map(int, os.environ["WATCHED_STEPS"].split(","))), Path(os.environ["WATCHED_OUT"]))
     runpy.run_path(script, run_name="__main__")
 

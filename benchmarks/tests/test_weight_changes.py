@@ -147,7 +147,7 @@ def test_a_script_whose_engines_are_watched(tmp_path):
     words = ["--steps", "3", "--preset", "tiny", "--out", str(tmp_path / "run")]
     script = ROOT / "benchmarks/tests/watched_script.py"
     command = [sys.executable, str(ROOT / "benchmarks/harness/watched.py"), "--local_rank=0", str(script), *words]
-    of_launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    of_launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     run(command, WATCHED_STEPS="1,3", WATCHED_OUT=str(out), **of_launcher)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["engine"], line["step"]) for line in lines] == [(0, 1), (0, 3)]

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import wire_convergence
 from benchmarks.harness import nodes, seeds
-from benchmarks.harness.learning import rate_factor
+from benchmarks.harness.learning import docstrings, rate_factor
 from benchmarks.harness.llama import Llama
 from benchmarks.harness.results import begin_result, finished_result, read_result
 from benchmarks.harness.sizes import SIZES
@@ -134,7 +134,7 @@ def test_docstrings(tmp_path):
     (tmp_path / "b.py").write_text("x = 1\n")
     (tmp_path / "newer.py").write_text("x = = 1\n")
     (tmp_path / "c.txt").write_text("none")
-    assert wire_convergence.docstrings([str(tmp_path)]) == [b"One.\n\nTwo.\n\nThree\nlines."]
+    assert docstrings([str(tmp_path)]) == [b"One.\n\nTwo.\n\nThree\nlines."]
 
 
 def result(run, seed, loss, case="pretrain"):
