@@ -15,9 +15,9 @@ and kernels do in nodes of several ranks, without as many GPUs. Every case build
                 before every collective, on its stream: a stream that fails to wait for another one then reads what is
                 not there yet, or not any more.
     features    one batch over and over, on a smaller model: losses must be finite, end lower than they began and never
-                rise above that; where equality is promised (resuming, scopes of the secondary shard, `lossless`), it
-                is tested as above. An FP8 weight that travels as its GEMM's codes must give what a cast of the gathered
-                16-bit weight gives.
+                rise above that; where equality is promised (resuming, scopes of the secondary shard, exact differences,
+                `lossless`), it is tested as above. An FP8 weight that travels as its GEMM's codes must give what a cast
+                of the gathered 16-bit weight gives.
 
 A case that raises on every rank is FAILED and the others go on. A rank that raises alone, or a case that takes longer
 than --case-timeout, ends the processes; with --max-restarts, torchrun starts them again and the next case follows.
@@ -251,11 +251,12 @@ class Run:
 
         if self.case.recipe is None:
             return {}
-        feedback = self.engine.optimizer.reducer.error_feedback
+        feedback, session = self.engine.optimizer.reducer.error_feedback, self.engine.zeropp_fp8_session
         return {
             "wire": zeropp_fp8.wire_report(self.engine),
             "residuals": 0 if feedback is None else len(feedback),
-            "ranks_per_node": self.engine.zeropp_fp8_session.topology.ranks_per_node,
+            "difference_bits": session.formats.difference_bits,
+            "ranks_per_node": session.topology.ranks_per_node,
         }
 
     def close(self) -> None:

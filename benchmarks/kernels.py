@@ -1,4 +1,4 @@
-"""Time of quantize, dequantize, dequantize-sum-quantize, error feedback and weight differences, beside a plain copy.
+"""Time of quantize, dequantize, dequantize-sum-quantize, error feedback and exact differences, beside a plain copy.
 
     python -m benchmarks.kernels --elements 268435456 --out kernels.json
     python -m benchmarks.kernels --only feedback,difference --out kernels.json    # some operations, by their names
@@ -7,6 +7,10 @@ On a GPU the Triton kernels, else the torch code with one thread. A line says: m
 written), and that bandwidth as a share of a copy's, measured in the same run. "naive" is what one would write in torch:
 one scale for the whole tensor; its error stands beside the block-scaled one's. "torch" is what kernels are compared
 with: the same bytes by operations of torch.
+
+Exact differences are of bf16 weights with a standard deviation of 0.02 from those before an update: normal numbers, of
+whose masters the standard deviation is the learning rate. "add difference" counts all held weights as read and written,
+of which it skips those that have not changed.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from benchmarks.harness.measuring import milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, whole
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
-from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import make_format
+from zeropp_fp8.zero.gather.difference import Rows
 
 RANKS = 8  # of a reduction
 BY = (("", None), (", torch", False))
@@ -36,17 +41,9 @@ FORMATS = {
     "fp8_e4m3 block 128": ("fp8_e4m3", {"block_size": 128}),
     "int3 block 128": ("int3", {"block_size": 128}),
     "int2 block 128": ("int2", {"block_size": 128}),
-    "int2 block 64": ("int2", {"block_size": 64}),
-    "bf16": ("none", {"dtype": torch.bfloat16}),
 }
-TRAVELLING = [name for name in FORMATS if name not in ("int2 block 64", "bf16")]
 FED_BACK = ("int4 block 128 hadamard", "int3 block 128", "int2 block 128")
-DIFFERENCES = {
-    "int4 on bf16": ("int4 block 128", "bf16"),
-    "int4 on int8": ("int4 block 128", "int8 block 256"),
-    "int3 on bf16": ("int3 block 128", "bf16"),
-    "int2 on bf16": ("int2 block 64", "bf16"),
-}
+LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 REDUCTIONS = {
     "8 x int8 -> int4 hadamard": ("int8 block 128", "int4 block 128 hadamard"),
     "8 x int8 -> int4": ("int8 block 128", "int4 block 128"),
@@ -82,6 +79,17 @@ def naive_dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int, dtype:
     return (codes.float() * scale).to(dtype)
 
 
+def an_update(elements: int, rate: float, device: torch.device) -> torch.Tensor:
+    """bf16 [2, elements]: weights before and after a step of their fp32 masters."""
+    both = torch.empty(2, elements, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    for piece in both.split(1 << 26, dim=1):
+        masters, updates = torch.randn(2, piece.shape[1], generator=generator, device=device)
+        piece[0] = 0.02 * masters
+        piece[1] = 0.02 * masters + rate * updates
+    return both
+
+
 def measure(elements: int, device: torch.device, repeats: int, only: list[str]) -> list[dict]:
     """Rows of results: of a copy, and of operations whose names hold one of `only`."""
     values = torch.empty(elements, dtype=torch.bfloat16, device=device)
@@ -92,11 +100,11 @@ def measure(elements: int, device: torch.device, repeats: int, only: list[str]) 
     decoded = torch.empty_like(values)
     rows = []
 
-    def add(operation: str, name: str, work: Callable[[], None], num_bytes: float, error=None) -> None:
+    def add(operation: str, name: str, work: Callable[[], None], num_bytes: float, error=None, **more) -> None:
         if rows and not any(wanted in operation for wanted in only):
             return
         ms = milliseconds(work, device, repeats)
-        rows.append({"operation": operation, "format": name, "us": 1e3 * ms, "gb_per_s": num_bytes / ms / 1e6})
+        rows.append({"operation": operation, "format": name, "us": 1e3 * ms, "gb_per_s": num_bytes / ms / 1e6, **more})
         copy = rows[0]["gb_per_s"]
         rows[-1]["share_of_copy"] = rows[-1]["gb_per_s"] / copy
         if error is not None:
@@ -105,7 +113,7 @@ def measure(elements: int, device: torch.device, repeats: int, only: list[str]) 
 
     add("copy", "bf16", lambda: decoded.copy_(values), 4 * elements)
     whole = SliceOrder([0], device)
-    for name in TRAVELLING:
+    for name in FORMATS:
         wire_format = made(name)
         layout = PayloadLayout([elements], [wire_format], [values.dtype], device)
         payload = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=device)
@@ -128,19 +136,25 @@ def measure(elements: int, device: torch.device, repeats: int, only: list[str]) 
         work = partial(layout.encode, [values], quarters, payload, residuals=kept)
         add("quantize+feedback", f"{name}{by}", work, moved)
     # how weights differ from what 2 ranks hold of them: what one sends of its half, and what each does with both
-    half = values[: elements // 2]
-    for (name, formats), (by, use_kernels) in itertools.product(DIFFERENCES.items(), BY):
-        sent, held = (
-            PayloadLayout([half.numel()], [mine], [values.dtype], device, [partner], use_kernels)
-            for mine, partner in itertools.permutations(map(made, formats))
-        )
-        payload = torch.empty(2, sent.row_bytes, dtype=torch.uint8, device=device)
-        was = Held(held, torch.zeros(2, held.row_bytes, dtype=torch.uint8, device=device))
-        of_one = Held(held, was.rows[:1])
-        work, moved = partial(sent.encode, [half], whole, payload[:1], held=of_one), half.nbytes + payload[0].nbytes
-        add("difference", f"{name}{by}", work, moved + of_one.rows.nbytes)
-        sent.encode([half], whole, payload[1:], held=Held(held, was.rows[1:]))
-        add("add difference", f"{name}{by}", partial(sent.add, payload, was), payload.nbytes + 2 * was.rows.nbytes)
+    half, bf16 = elements // 2, make_format("none", dtype=values.dtype)
+    coder = Rows([half], [values.dtype], device)
+    for rate in LEARNING_RATES:
+        before, after = an_update(half, rate, device)
+        brought = []  # back and there: what a difference is added to must be what it was made from
+        for old, new in ((after, before), (before, after)):
+            held = bf16.encode_rows(old.unsqueeze(0))
+            measured = coder.measure([new], held)
+            row = torch.empty(1, int(measured.row_bytes), dtype=torch.uint8, device=device)
+            coder.encode([new], held, measured, row)
+            brought.insert(0, row.repeat(2, 1))
+        name, bits = f"bf16, lr {rate:g}", 8 * row.nbytes / max(1, half)
+        moved = after.nbytes + held.nbytes + measured.headers.nbytes
+        add("measure difference", name, partial(coder.measure, [after], held), moved, bits=bits)
+        work = partial(coder.encode, [after], held, measured, row)
+        add("encode difference", name, work, moved + row.nbytes, bits=bits)
+        in_turn, of_both = itertools.cycle(brought), held.repeat(2, 1)
+        moved = 2 * row.nbytes + 2 * of_both.nbytes
+        add("add difference", name, lambda: coder.add(next(in_turn), of_both), moved, bits=bits)  # noqa: B023
 
     part = elements // RANKS
     for name, (first, then) in REDUCTIONS.items():
@@ -176,10 +190,11 @@ def measure(elements: int, device: torch.device, repeats: int, only: list[str]) 
 
 
 def line(row: dict) -> str:
-    error = f"   error {row['relative_error']:.4f}" if "relative_error" in row else ""
+    more = f"   error {row['relative_error']:.4f}" if "relative_error" in row else ""
+    more += f"   {row['bits']:.3f} bits" if "bits" in row else ""
     return (
-        f"{row['operation']:<18}{row['format']:<36}{row['us']:>11.1f} us{row['gb_per_s']:>9.1f} GB/s"
-        f"{100 * row['share_of_copy']:>7.1f} % of copy{error}"
+        f"{row['operation']:<20}{row['format']:<36}{row['us']:>11.1f} us{row['gb_per_s']:>9.1f} GB/s"
+        f"{100 * row['share_of_copy']:>7.1f} % of copy{more}"
     )
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.numerics_cost --ranks 1 --out runs/numerics_cost.json                  # a GPU
     python -m benchmarks.numerics_cost --ranks 2 --gbit 0                                       # two nodes; as root
-    python -m benchmarks.numerics_cost --ranks 2 --nodes 2 --runs zeropp,zeropp-diff,fp8-lm --seconds 100 --timeout 150
+    python -m benchmarks.numerics_cost --ranks 2 --nodes 2 --runs zeropp,zeropp-exact,fp8-lm --seconds 100 --timeout 150
 
 A run is a recipe, trained by two engines that take turns in one process: one without the section `numerics`, one that
 samples one step in 2 x --group. Each group of --group steps is timed together, with one wait for the device at its end:
@@ -49,7 +49,7 @@ APART = 100
 LEAST = 6  # cycles: the median of fewer has no interval of 95 %
 SECTIONS = {
     "zeropp": {"recipe": "zeropp"},
-    "zeropp-diff": {"recipe": "zeropp-diff"},
+    "zeropp-exact": {"recipe": "zeropp-exact"},
     "zeropp-fp8": {"recipe": "zeropp", "compute": {"format": "fp8"}},
     "fp8-lm": {"recipe": "fp8-lm"},
 }

@@ -13,8 +13,9 @@ it just before: a busy host may move less than the rate, and times are then of t
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
 Only where --runs names them:
-    zeropp-diff, ...         the same with weights that cross as differences
-    fp8-lm, ...              the same with FP8 compute, gradients and states
+    zeropp-exact             `zeropp` with weights that cross as exact differences, whose bytes depend on --lr
+    lossless-exact           `lossless` with these differences
+    fp8-lm, ...              ZeRO-3 with FP8 compute, gradients and states
     fsdp2-torchao            fully_shard of torchao's float8 training
     ...-compiled             with decoder layers compiled
 """
@@ -39,6 +40,7 @@ from benchmarks.harness.peers import (
     FSDP,
     IN_FP8,
     IN_TREE,
+    LR,
     MODELS,
     ONE_NODE_RUNS,
     QUANTIZED,
@@ -52,7 +54,7 @@ from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, whole
 
 ONE_NODE = "nvlink"  # all ranks in one node
-SETTINGS = ("model", "micro_batch", "accumulation", "tokens")
+SETTINGS = ("model", "micro_batch", "accumulation", "tokens", "lr")
 
 
 def parse(argv=None):
@@ -75,6 +77,7 @@ def parse(argv=None):
     parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences per rank and micro-batch")
     parser.add_argument("--accumulation", type=whole(1), default=1, help="micro-batches a step (default 1)")
     parser.add_argument("--tokens", type=whole(1), help=f"tokens in a sequence (default {on_gpu.format(1024, 128)})")
+    parser.add_argument("--lr", type=finite(above=0), default=LR, help="learning rate (default %(default)g)")
     parser.add_argument("--steps", type=whole(1), default=6, help="timed steps at each rate")
     parser.add_argument(
         "--warmup", type=whole(0), default=3, help="steps before the first rate; one step before each other"
@@ -147,7 +150,7 @@ def measure(run: str, args, device) -> None:
     import torch
 
     found = forget_memory(device)
-    trainer = made(run, args, device)
+    trainer = made(run, args, device, args.lr)
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

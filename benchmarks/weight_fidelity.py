@@ -8,11 +8,10 @@ One process trains a Llama on bytes with the weights as ranks would get them: bf
 weights, encoded, decoded, and used forward and backward. Gradients and optimizer are exact, so that formats are all
 that runs differ in; those of one seed begin alike and see the same batches. Runs:
 
-    bf16                   as they are
+    bf16                   as they are; `zeropp-exact` gives the same
     int8, int4             as `zeropp` and `zeropp-4bit` send them
     int4 then int8 at N %  a choice between these two that changes once; at the best N it is what an automatic one can
     int8 then int4 at N %  reach, which does not know the end
-    difference             4-bit differences on 16 bits, as `zeropp-diff`; then on INT8 and on FP8 codes, and 2 bits
 
 By step a row has the signal-to-noise ratio of the matrices that the forward gets, alone and cast to FP8 (E4M3, a scale
 a tensor) as an FP8 layer casts them, and the held-out loss with these weights and with the exact ones.
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,78 +36,47 @@ from benchmarks.harness.sizes import SIZES
 from examples.options import finite, generator_seed, new_file, whole
 from examples.pretrain.data import Sequences
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.formats import WireFormat, make_format
-from zeropp_fp8.zero.gather.difference import Contents, Difference
+from zeropp_fp8.formats import make_format
 
 REFERENCE = "bf16"
 LEAST_RATE = 0.01  # of the learning rate, at the end: small steps are what 4 bits lose most of
 FP8 = torch.float8_e4m3fn
 
-
-@dataclass(frozen=True)
-class Way:
-    """The formats in which matrices rest where they arrive, and in which differences travel; None: all travel."""
-
-    rests: tuple[str, dict]
-    difference: tuple[str, dict] | None = None
-
-
-BF16 = ("none", {"dtype": torch.bfloat16})
+Way = tuple[str, dict]  # the format of matrices
+BF16: Way = ("none", {"dtype": torch.bfloat16})
 INT8 = ("int8", {"block_size": 256})
 INT4 = ("int4", {"block_size": 128, "hadamard": True})
-CHANGES = ("int4", {"block_size": 128})
 # name: ways, and the share of the steps at which the second takes the place of the first
 RUNS: dict[str, tuple[list[Way], float]] = {
-    REFERENCE: ([Way(BF16)], 1.0),
-    "int8": ([Way(INT8)], 1.0),
-    "int4": ([Way(INT4)], 1.0),
-    **{f"int4 then int8 at {100 * at:.0f} %": ([Way(INT4), Way(INT8)], at) for at in (0.25, 0.5, 0.75)},
-    "int8 then int4 at 50 %": ([Way(INT8), Way(INT4)], 0.5),
-    "difference": ([Way(BF16, CHANGES)], 1.0),
-    "difference on int8": ([Way(INT8, CHANGES)], 1.0),
-    "difference on fp8": ([Way(("fp8_e4m3", {"block_size": 256}), CHANGES)], 1.0),
-    "difference in 2 bits": ([Way(BF16, ("int2", {"block_size": 64}))], 1.0),
+    REFERENCE: ([BF16], 1.0),
+    "int8": ([INT8], 1.0),
+    "int4": ([INT4], 1.0),
+    **{f"int4 then int8 at {100 * at:.0f} %": ([INT4, INT8], at) for at in (0.25, 0.5, 0.75)},
+    "int8 then int4 at 50 %": ([INT8, INT4], 0.5),
 }
 
 
 class Wire:
-    """One rank's weights on their way to ranks that hold what they were.
+    """One rank's weights on their way to others.
 
     Attributes:
-        sent, kept: bytes of the last send, and of what is held.
+        num_bytes: that are sent, and that a copy of them takes.
     """
 
     def __init__(self, way: Way, weights: list[Tensor]) -> None:
-        def formats(of_matrices: tuple[str, dict]) -> list[WireFormat]:
-            name, options = of_matrices
-            return [make_format(name, **options) if w.dim() > 1 else make_format(BF16[0], **BF16[1]) for w in weights]
-
-        numels, device, held = [w.numel() for w in weights], weights[0].device, formats(way.rests)
-        self._layout = PayloadLayout(numels, held, [torch.bfloat16] * len(weights), device)
+        chosen = [way if w.dim() > 1 else BF16 for w in weights]
+        formats = [make_format(name, **options) for name, options in chosen]
+        numels, device = [w.numel() for w in weights], weights[0].device
+        self._layout = PayloadLayout(numels, formats, [torch.bfloat16] * len(weights), device)
         self._order = SliceOrder(range(1), device)
-        self._held = torch.empty(1, self._layout.row_bytes, dtype=torch.uint8, device=device)
-        self._difference = None
-        if way.difference is not None:
-            contents = Contents(numels, held, formats(way.difference))
-            self._difference = Difference(contents, contents, device)
-        self.sent = 0
-        self.kept = self._layout.row_bytes
+        self.num_bytes = self._layout.row_bytes
 
     def send(self, weights: list[Tensor]) -> list[Tensor]:
         """bf16 tensors, as they arrive."""
-        difference = self._difference
-        if difference is not None and difference.is_due:
-            brought = self._held.new_empty(1, difference.own.row_bytes)
-            difference.encode([w.view(-1) for w in weights], self._held, brought)
-            difference.add(brought, self._held)
-            self.sent = brought.numel()
-        else:
-            self._layout.encode(weights, self._order, self._held)
-            self.sent = self._held.numel()
-            if difference is not None:
-                difference.begin()
+        payload = torch.empty(1, self.num_bytes, dtype=torch.uint8, device=weights[0].device)
+        self._layout.encode(weights, self._order, payload)
         arrived = [torch.empty_like(w) for w in weights]
-        self._layout.decode(self._held, self._order, arrived)
+        self._layout.decode(payload, self._order, arrived)
         return arrived
 
 
@@ -151,7 +118,7 @@ def train(run: str, seed: int, args: argparse.Namespace, data: tuple[Sequences, 
     ways, switch_at = RUNS[run]
     numel = sum(m.numel() for m in masters)
     row = {"run": run, "seed": seed, "parameters": numel, "tokens": args.steps * args.batch * args.sequence}
-    row |= {"steps": [], "later_bytes_a_parameter": 0.0, "kept_bytes_a_parameter": 0.0, "whole_gathers": 0}
+    row |= {"steps": [], "later_bytes_a_parameter": 0.0, "kept_bytes_a_parameter": 0.0}
     began, way, wire = time.perf_counter(), None, None
     for step in range(args.steps + 1):
         now = ways[0] if step < switch_at * args.steps or len(ways) == 1 else ways[1]
@@ -159,10 +126,9 @@ def train(run: str, seed: int, args: argparse.Namespace, data: tuple[Sequences, 
         if now is not way:
             way, wire = now, Wire(now, exact)
         arrived = wire.send(exact)
-        row["kept_bytes_a_parameter"] = max(row["kept_bytes_a_parameter"], wire.kept / numel)
-        row["whole_gathers"] += wire.sent == wire.kept
-        if step:  # the first sends everything
-            row["later_bytes_a_parameter"] += wire.sent / numel / args.steps
+        row["kept_bytes_a_parameter"] = max(row["kept_bytes_a_parameter"], wire.num_bytes / numel)
+        if step:
+            row["later_bytes_a_parameter"] += wire.num_bytes / numel / args.steps
         if step % max(1, args.steps // args.evaluations) == 0 or step == args.steps:
             put(model, exact)
             checkpoint_loss = held_out_loss(model, held_out, args)

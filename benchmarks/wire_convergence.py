@@ -1,6 +1,6 @@
 """Does it learn the same? Held-out loss of a Llama trained with each recipe's wire formats, over several seeds.
 
-    python -m benchmarks.wire_convergence --runs lossless,zeropp,zeropp-diff --seeds 0,1,2 --folder runs/wire
+    python -m benchmarks.wire_convergence --runs lossless,zeropp,zeropp-exact --seeds 0,1,2 --folder runs/wire
     python -m benchmarks.wire_convergence --case sft --runs lossless,zeropp --seeds 0,1,2 --folder runs/wire
     python -m benchmarks.wire_convergence --size 25m --steps 450 --ranks 2 --seconds 400 --folder runs/wire
     python -m benchmarks.wire_convergence --show --folder runs/wire
@@ -14,8 +14,7 @@ same order, in bf16 with fp32 master weights, AdamW, gradients clipped at 1, a l
     stock                  DeepSpeed's ZeRO-3, the units as z3 leaf modules
     lossless               this project with nothing rounded: bit for bit what stock gives
     zeropp, zeropp-4bit    weights in INT8 or INT4, gradients in INT8 and INT4
-    zeropp-diff            weights as 4-bit differences
-    zeropp-2bit            as 2-bit differences
+    zeropp-exact           weights as exact differences, gradients as with zeropp
     in-tree                DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ); GPUs with nvcc only
 
 Cases:

@@ -14,8 +14,7 @@ DEFAULTS = {
     "weights.block_size": 256,
     "weights.hadamard": False,
     "weights.skip_modules": [],
-    "weights.difference.format": "none",
-    "weights.difference.block_size": 128,
+    "weights.difference": "none",
     "secondary.scope": "none",
     "secondary.memory_gb": "all",
     "gradients.intra_format": "none",
@@ -65,6 +64,7 @@ ZEROPP = {
     "gradients.intra_format": "int8",
     "gradients.inter_format": "int4",
 }
+BF16 = {"bf16": {"enabled": True}}  # which exact differences need
 
 
 def ds_config(section=None, zero=None, **others):

@@ -12,7 +12,7 @@ from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
 
 _ids = itertools.count()
-_SESSION = SimpleNamespace(difference_format=None, ledger=WireLedger(1, 1))
+_SESSION = SimpleNamespace(ledger=WireLedger(1, 1))
 SLICED = Sliced(SimpleNamespace(session=_SESSION))  # with a route that leads nowhere
 
 

@@ -31,6 +31,12 @@ def llama(layers=2, hidden=64, vocab=256, heads=4, tie=False, seed=0, intermedia
     return LlamaForCausalLM(config)
 
 
+def needs_16_bits(section):
+    """Whether a section is refused with weights in fp32."""
+    part = section.get("weights", {}).get("difference", "none" if section.get("recipe") != "zeropp-exact" else "exact")
+    return part == "exact"
+
+
 def ds_config(section=None, dtype="fp32", **overrides):
     """A ds_config for tests: nothing stays gathered between forward and backward, so every path is exercised."""
     config = {
@@ -48,7 +54,7 @@ def ds_config(section=None, dtype="fp32", **overrides):
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
     }
-    if dtype == "bf16":
+    if dtype == "bf16" or (dtype == "fp32" and needs_16_bits(section or {})):
         config["bf16"] = {"enabled": True}
     if dtype == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 8}

@@ -53,7 +53,7 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
 }
 QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
 # Recipes that came later, and which one they take half of the places of: a longer list would draw all cases anew.
-INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp", "zeropp": "zeropp-pcie", "zeropp-4bit": "zeropp-diff"}
+INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp", "zeropp": "zeropp-pcie", "zeropp-4bit": "zeropp-exact"}
 MEMORY_GB = ("auto", 5e-6, 0.0)  # of zeropp-pcie: for all of a model, a unit or two, none
 COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "fp8-lm-zeropp")
 STATES = ("fp8-lm-o2", "fp8-lm", "fp8-lm-zeropp")  # these keep AdamW's states in low precision
@@ -182,10 +182,7 @@ _NOTHING = {"forward": 1e-5, "backward": 1e-5}
 
 def weight_error(case: Case) -> float:
     """The relative rounding error of a matrix on its way to the ranks, until a case falls back; of vectors none."""
-    config = case.resolved()
-    if config.weights.difference.format != "none":  # of what steps here change, which may be as much as there is
-        return _ROUNDING[config.weights.difference.format]
-    return _ROUNDING[config.weights.format]
+    return _ROUNDING[case.resolved().weights.format]
 
 
 def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0.0) -> Tolerance:
@@ -295,6 +292,8 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
         fields=_draw_fields(rng, recipe),
         reference=rng.choice(("same", "stock")) if "reference" in features and rng.random() < 0.1 else "",
     )
+    if recipe == "zeropp-exact":  # of weights in 16 bits
+        case = dataclasses.replace(case, dtype="bf16")
     if "weight_norm" in case.stages:  # which zero.Init leaves no numbers to make its parameters of
         case = dataclasses.replace(case, zero_init=False)
     if case.is_lossless or rng.random() < 0.9:

@@ -1,16 +1,16 @@
 """Bits that a lossless code of 16-bit weights needs, where the weights before a step are known; and of gradients.
 
-A weight's difference is that of two integers in the order of the numbers (`ordered`): 1 is a unit in the last place.
-Four codes, each of blocks of 128 weights or less, so that a GPU finds a block's place by prefix sums:
+A weight's difference is that of two integers in the order of the numbers (`exact.in_order`): units in the last place.
+Four codes, of blocks of 128 weights or less, the last of 1024, so that a GPU finds a block's place by prefix sums:
 
     bitmaps   a bit for each 32 weights; where one has changed, a bit for each weight; for each change 2 bits:
               +1, -1 or an escape; for each escape 16 bits
-    widths    for each 128 weights 4 bits that say how wide the widest difference is, and as many bits for each weight
     places    for each 128 weights a byte, the count of changes; for each a place of 7 bits, and 2 and 16 bits as above;
               all 128 as `bitmaps` has them without the first bit where that is less
     exponents what both sides know of a weight before, its exponent, says how it is sent: a table for each tensor gives
               a width in bits, beyond which it is an escape, or says that changes are seldom; those of 128 weights are
               sent as in `bitmaps` or as in `places`, which a bit says
+    exact     what the package sends (formats/exact.py), with its headers
 
 `entropy` is that of the differences, each by itself: the least that a code without memory needs. `given_exponent` is
 that of a code which knows the exponent, with 16 bits more for differences beyond 127.
@@ -25,10 +25,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats import exact
+
 BLOCK, SMALL_BLOCK = 128, 32
 SYMBOL, ESCAPE = 2, 16  # bits of a change, and what an escape adds
 RAW = 16
-CODES = ("bitmaps", "widths", "places", "exponents")
+CODES = ("bitmaps", "places", "exponents", "exact")
 EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 MOST = 127  # a larger difference counts as an escape where the exponent is known
 KINDS = (
@@ -44,12 +46,6 @@ def kind_of(name: str, dims: int) -> str:
     if dims < 2:
         return VECTORS
     return next((kind for kind, parts in KINDS if any(part in name for part in parts)), REST)
-
-
-def ordered(weights: Tensor) -> Tensor:
-    """int32 of bf16 or fp16 numbers, in their order; -0 and 0 are neighbours, and every bit pattern has its own."""
-    bits = weights.contiguous().view(torch.int16).to(torch.int32)
-    return torch.where(bits < 0, -(2**15) - 1 - bits, bits)
 
 
 def blocks_of(flat: Tensor, size: int) -> Tensor:
@@ -69,7 +65,7 @@ class Count:
 
     def add(self, before: Tensor, after: Tensor) -> None:
         """Count a tensor: its 16-bit numbers before and after."""
-        difference = (ordered(after) - ordered(before)).view(-1)
+        difference = (exact.in_order(after.contiguous()) - exact.in_order(before.contiguous())).view(-1)
         self.numel += difference.numel()
         self._of_difference += torch.bincount(difference + 2**16, minlength=2**17)
         changed, escaped = difference != 0, difference.abs() > 1
@@ -79,9 +75,8 @@ class Count:
         self._bits["bitmaps"] += -(-difference.numel() // SMALL_BLOCK) + SMALL_BLOCK * small + of_changes.sum()
         changes = blocks_of(changed, BLOCK).sum(1)
         self._bits["places"] += (8 + torch.minimum(7 * changes + bitmap, BLOCK + bitmap).clamp(max=RAW * BLOCK)).sum()
-        largest = blocks_of(difference.abs(), BLOCK).amax(1)
-        widths = torch.where(largest == 0, 0, 2 + largest.double().log2().floor().long()).clamp(max=RAW)
-        self._bits["widths"] += (4 + BLOCK * widths).sum()
+        headers = exact.make_headers(after.view(1, -1), before.view(1, -1))
+        self._bits["exact"] += exact.WORD * (headers.numel() + exact.field(headers, exact.WORDS).long().sum())
         exponents = exponents_of(before).view(-1)
         beyond = difference.abs() > MOST
         place = exponents * (2 * MOST + 2) + torch.where(beyond, 0, difference + MOST + 1)

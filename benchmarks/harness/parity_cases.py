@@ -101,6 +101,12 @@ def _backward_sends(inter: bool, intra: bool) -> Callable[[dict, dict], None]:
     return check
 
 
+def _sends_differences(record: dict, records: dict) -> None:
+    bits = record["difference_bits"]
+    ensure(bits is not None and 0 < bits < 16, f"differences of weights took {bits} bits")
+    _backward_sends(inter=False, intra=True)(record, records)
+
+
 def _keeps_residuals(record: dict, records: dict) -> None:
     ensure(record["residuals"] > 0, "error feedback kept no residual")
     ensure(record["losses"] != _plain(records)["losses"], "error feedback changed nothing")
@@ -139,7 +145,8 @@ def fp8_wire(scaling: str, scope: str = "node") -> dict:
 
 BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
 BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
-IN_INT8 = {"weights": {"format": "int8"}}
+BLOCK_EXACT = {**BLOCK_SECONDARY, "weights": {"difference": "exact"}}
+IN_16_BITS, WHOLE = {"weights": {"format": "none"}}, {"partition": "whole_tensor"}
 SOME_COPIES = {"secondary": {"scope": "rank", "memory_gb": SOME_GB}}
 LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
 QLORA = {**LORA, "recipe": "qlora"}
@@ -150,6 +157,16 @@ CASES = (
     Case("lossless block, 1 node", "parity", "lossless", "stock-leaf", fields=BLOCK, nodes=1),
     Case("lossless block, secondary", "parity", "lossless", "stock-leaf", fields=BLOCK_SECONDARY),
     Case("lossless block, delays", "parity", "lossless", "stock-leaf", fields=BLOCK, delays=True),
+    Case(
+        "lossless block, exact",
+        "parity",
+        "lossless",
+        "stock-leaf",
+        fields=BLOCK_EXACT,
+        check=_sends_differences,
+        resume=True,
+    ),
+    Case("lossless block, exact, delays", "parity", "lossless", "stock-leaf", fields=BLOCK_EXACT, delays=True),
     Case("stock", "parity"),
     Case("stock, again", "parity", equal_to="stock"),
     Case("lossless module, 2 nodes", "parity", "lossless", "stock", fields=MODULE),
@@ -217,17 +234,25 @@ CASES = (
         fields={"secondary": {"memory_gb": SOME_GB}},
         delays=True,
     ),
-    Case("zeropp-diff", "features", "zeropp-diff", check=_backward_sends(inter=False, intra=True), resume=True),
-    Case("zeropp-diff, delays", "features", "zeropp-diff", "zeropp-diff", delays=True),
-    Case("zeropp-2bit", "features", "zeropp-2bit", fields=IN_INT8, resume=True),
-    Case("zeropp-2bit, delays", "features", "zeropp-2bit", "zeropp-2bit", fields=IN_INT8, delays=True),
-    Case("zeropp-diff, whole tensors", "features", "zeropp-diff", fields={"partition": "whole_tensor"}, resume=True),
+    Case("16-bit weights", "features", "zeropp", fields=IN_16_BITS),
+    Case("zeropp-exact", "features", "zeropp-exact", "16-bit weights", check=_sends_differences, resume=True),
+    Case("zeropp-exact, delays", "features", "zeropp-exact", "16-bit weights", delays=True),
+    Case("16-bit weights, whole tensors", "features", "zeropp", fields={**IN_16_BITS, **WHOLE}),
     Case(
-        "zeropp-diff, whole tensors, delays",
+        "zeropp-exact, whole tensors",
         "features",
-        "zeropp-diff",
-        "zeropp-diff, whole tensors",
-        fields={"partition": "whole_tensor"},
+        "zeropp-exact",
+        "16-bit weights, whole tensors",
+        fields=WHOLE,
+        check=_sends_differences,
+        resume=True,
+    ),
+    Case(
+        "zeropp-exact, whole tensors, delays",
+        "features",
+        "zeropp-exact",
+        "16-bit weights, whole tensors",
+        fields=WHOLE,
         delays=True,
     ),
     Case("accumulation in node", "features", "zeropp", accumulation=3, check=_sends_gradients(1)),
@@ -306,7 +331,7 @@ CASES = (
     Case("fp8-lm-zeropp", "features", "fp8-lm-zeropp", resume=True),
     *(
         Case(f"falls back, {recipe}", "features", recipe, fields=FALL_BACK, falls_back=True, resume=True, delays=True)
-        for recipe in ("fp8-lm", "fp8-lm-zeropp", "zeropp-2bit", "mxfp8")
+        for recipe in ("fp8-lm", "fp8-lm-zeropp", "zeropp-exact", "mxfp8")
     ),
     Case("fp8-lm-zeropp, accumulation", "features", "fp8-lm-zeropp", accumulation=3),
     Case("qlora", "features", resume=True, **QLORA),

@@ -8,6 +8,7 @@ None) and close().
     lossless, zeropp, ...    ZeRO-3 with this project's recipes (FP8 compute where the recipe says so)
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
+    lossless-exact           `lossless` with weights that cross as exact differences
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
                              reduced over once per step
@@ -32,19 +33,25 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.zero3 import in_tree_zero
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
-DIFFERENCES = ("zeropp-diff", "zeropp-2bit")
+DIFFERENCES = ("zeropp-exact", "lossless-exact")
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 # Gradients of each micro-batch cross between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
 ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
-RECIPES = ("lossless", *QUANTIZED, *DIFFERENCES, "zeropp-pcie", *IN_FP8)
+RECIPES = ("lossless", *QUANTIZED, "zeropp-exact", "zeropp-pcie", *IN_FP8)
 COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in RECIPES}
-SECTIONS = {**{recipe: {"recipe": recipe} for recipe in RECIPES}, **WORLD, **COMPILED}
+SECTIONS = {
+    **{recipe: {"recipe": recipe} for recipe in RECIPES},
+    "lossless-exact": {"recipe": "lossless", "weights": {"difference": "exact"}, "secondary": {"scope": "node"}},
+    **WORLD,
+    **COMPILED,
+}
 IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
 FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
 RUNS = ("stock-zero2", "stock", "stock-leaf", *SECTIONS, *FSDP, *IN_TREE)
 MODELS = ("1.3b", "small", "tiny")
+LR = 1e-4
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
 
 
@@ -55,8 +62,8 @@ def build_model(name: str, device: torch.device) -> nn.Module:
         return LlamaForCausalLM(llama_config(SIZES[name]))
 
 
-def make_optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=next(model.parameters()).is_cuda)
+def make_optimizer(model, lr: float):
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=next(model.parameters()).is_cuda)
 
 
 def ds_config(run: str, args) -> dict:
@@ -94,7 +101,7 @@ def ds_config(run: str, args) -> dict:
 class DeepSpeedRun:
     """ZeRO-3: stock, with leaf modules, with DeepSpeed's own ZeRO++, or with the plugin."""
 
-    def __init__(self, run: str, args, device):
+    def __init__(self, run: str, args, device, lr: float):
         import deepspeed
 
         import zeropp_fp8
@@ -107,7 +114,7 @@ class DeepSpeedRun:
         if run.endswith("-leaf"):
             deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
         config = ds_config(run, args)
-        self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)[0]
+        self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model, lr), config=config)[0]
         self.session = self.engine if run in SECTIONS else None
 
     def step(self, *micro_batches):
@@ -133,7 +140,7 @@ class FsdpRun:
 
     session = None
 
-    def __init__(self, run: str, args, device):
+    def __init__(self, run: str, args, device, lr: float):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -162,7 +169,7 @@ class FsdpRun:
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
-        self.optimizer = make_optimizer(self.model)
+        self.optimizer = make_optimizer(self.model, lr)
 
     def step(self, *micro_batches):
         for index, tokens in enumerate(micro_batches):
@@ -195,6 +202,6 @@ def in_float8(model: nn.Module, device: torch.device) -> Callable[[nn.Module], N
     return precompute_float8_dynamic_scale_for_fsdp
 
 
-def made(run: str, args, device: torch.device) -> DeepSpeedRun | FsdpRun:
-    """The training of a run."""
-    return (FsdpRun if run in FSDP else DeepSpeedRun)(run, args, device)
+def made(run: str, args, device: torch.device, lr: float = LR) -> DeepSpeedRun | FsdpRun:
+    """The training of a run, at a learning rate."""
+    return (FsdpRun if run in FSDP else DeepSpeedRun)(run, args, device, lr)

@@ -13,8 +13,7 @@ SECTIONS = {
     LOSSLESS: {"recipe": "lossless"},
     "zeropp": {"recipe": "zeropp"},
     "zeropp-4bit": {"recipe": "zeropp-4bit"},
-    "zeropp-diff": {"recipe": "zeropp-diff"},
-    "zeropp-2bit": {"recipe": "zeropp-2bit"},
+    "zeropp-exact": {"recipe": "zeropp-exact"},
     **{
         f"zeropp-{bits}bit-gradients": {
             "recipe": "zeropp",
@@ -24,6 +23,8 @@ SECTIONS = {
     },
     IN_TREE: None,
 }
+# Results are kept of two recipes of earlier versions too.
+ORDER = (*SECTIONS, "zeropp-diff", "zeropp-2bit")
 REFERENCES = (STOCK, LOSSLESS)
 
 
@@ -38,9 +39,8 @@ def groups_of(results: list[dict]) -> list[dict]:
         hardware = {key: result["hardware"].get(key) for key in ("gpu", "cpu")}
         same = {"settings": result["settings"], "data": result["data"], "hardware": hardware}
         found[json.dumps(same, sort_keys=True)].append(result)
-    order = list(SECTIONS)
     groups = []
     for same, rows in found.items():
-        rows.sort(key=lambda row: (order.index(row["run"]), row["seed"]))
+        rows.sort(key=lambda row: (ORDER.index(row["run"]), row["seed"]))
         groups.append({**json.loads(same), "rows": rows, "comparison": seeds.compare(rows, REFERENCES)})
     return groups

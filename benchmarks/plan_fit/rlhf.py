@@ -29,7 +29,7 @@ from zeropp_fp8.plan.recommend import FULL, LORA
 from zeropp_fp8.plan.step_time import Estimate, evaluation
 
 RLHF_METHODS = (
-    "stock", "stock-leaf", "lossless", "zeropp", "zeropp-diff", "zeropp-2bit", "zeropp-4bit",
+    "stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "zeropp-exact",
     "mxfp8", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "fp8-lm-zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank",
 )  # fmt: skip
 # Of a block's host time: a token of 24 blocks took 16 to 30 ms, the median of seven runs 19 (`values` and

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness.results import RESULTS, finished_result, read_result
 from benchmarks.harness.seeds import TARGET_PERCENT
-from benchmarks.harness.wire_runs import SECTIONS, groups_of
+from benchmarks.harness.wire_runs import ORDER, groups_of
 from benchmarks.report import wire
 
 NVLINK = "nvlink"  # the rate of one node
@@ -194,7 +194,7 @@ def learning(*results: dict):
         named = [line["reference"] for line in group["comparison"] if "reference" in line]
         base = curves[named[0]] if named else {}
         for run, of_seeds in curves.items():
-            color = f"C{list(SECTIONS).index(run)}"
+            color = f"C{ORDER.index(run)}"
             losses_of = list(of_seeds.values())
             pairs = [
                 {step: 100 * (loss / base[seed][step] - 1) for step, loss in curve.items()}

@@ -7,8 +7,11 @@ import statistics
 
 from benchmarks.harness import seeds
 from benchmarks.harness.results import RESULTS
-from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, REFERENCES, SECTIONS, groups_of
+from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, ORDER, REFERENCES, groups_of
 from benchmarks.report.blocks import Block, paragraph, since, table
+from benchmarks.weight_fidelity import RUNS
+from zeropp_fp8.config import difference_bits
+from zeropp_fp8.formats.exact import BITS
 
 QUESTION = "wire_convergence"
 FILES = tuple(f"{QUESTION}/{path.stem}" for path in sorted((RESULTS / QUESTION).glob("*.json")))
@@ -74,24 +77,6 @@ def _rate(chosen: dict) -> str:
     return f"learning rate {chosen['lr']:g}, {after}"
 
 
-TWO_BITS = "zeropp-2bit"
-
-
-def two_bits(*results: dict) -> str:
-    """Return the cost of two-bit differences, in each group of pretraining with three runs or more; and all seeds."""
-    rows = []
-    for group in groups_of([result for result in results if result["settings"]["case"] == "pretrain"]):
-        row, chosen = group["rows"][0], group["settings"]
-        for line in (line for line in group["comparison"] if line["run"] == TWO_BITS and line["runs"] > 2):
-            millions, by_seed = row["parameters"] / 1e6, sorted(line["paired_by_seed"].values())
-            size = f"{millions:.{0 if millions >= 10 else 1}f} M"
-            cells = [size, f"{chosen['steps']:,}", _rate(chosen).removeprefix("learning rate "), str(line["runs"])]
-            cells += [f"{line['percent']:+.2f} %", f"{by_seed[0]:+.2f} to {by_seed[-1]:+.2f} %"]
-            rows.append((millions, chosen["steps"], cells))
-    head = ["parameters", "steps", "learning rate", "runs", "mean's difference", "paired by seed"]
-    return table(head, [cells for _, _, cells in sorted(rows)])
-
-
 def together(*results: dict) -> str:
     """Pretraining of 85 M parameters on whatever GPUs: what a recipe costs, with the interval of that."""
     rows = [result for result in results if result["settings"]["size"] == "100m" and result["run"] != IN_TREE]
@@ -100,7 +85,7 @@ def together(*results: dict) -> str:
     lines = {line["run"]: line for line in seeds.compare(rows, REFERENCES)}
     base = lines[LOSSLESS]
     said = []
-    for run in (run for run in SECTIONS if run in lines and run != LOSSLESS):
+    for run in (run for run in ORDER if run in lines and run != LOSSLESS):
         line = lines[run]
         half = 100 * math.hypot(line["half_width"], base["half_width"]) / base["mean"]
         said.append(f"`{run}` {line['percent']:+.2f} ± {half:.2f} % ({line['runs']} runs)")
@@ -119,11 +104,8 @@ def _with_half(mean: float, half_width: float | None, form: str, unit: str = "")
 
 
 def by_run(result: dict) -> dict[str, list[dict]]:
-    """The rows of each run of weight_fidelity, one a seed."""
-    found: dict[str, list[dict]] = {}
-    for row in result["rows"]:
-        found.setdefault(row["run"], []).append(row)
-    return found
+    """The rows of each run of weight_fidelity, one a seed. A result may hold runs that there are no more."""
+    return {run: [row for row in result["rows"] if row["run"] == run] for run in RUNS}
 
 
 def decibels(rows: list[dict], point: int, of: str = "db") -> float | None:
@@ -172,23 +154,23 @@ def paired_losses(result: dict) -> dict[str, str]:
 
 
 def weight_fidelity_says(result: dict) -> str:
-    """Whether a choice between INT8 and INT4 could be better than differences."""
+    """Whether a choice between INT8 and INT4 is worth anything beside exact differences."""
     found, last = by_run(result), len(result["rows"][0]["steps"]) - 1
     switched = [name for name in found if " at " in name]
     least = min(switched, key=lambda name: sent(found[name]))
-    db = {name: f"{decibels(found[name], last):.1f}" for name in ("int8", "int4", "difference on int8")}
-    copy = {name: f"{found[name][0]['kept_bytes_a_parameter']:.2f}" for name in ("int8", "int4")}
+    db = {name: f"{decibels(found[name], last):.1f}" for name in ("int8", "int4")}
+    copy = {name: f"{found[name][0]['kept_bytes_a_parameter']:.2f}" for name in ("bf16", "int8", "int4")}
+    exact = [f"{difference_bits(rate) / BITS:.2f} M at {rate:g}" for rate in (1e-5, 1e-4, 1e-3)]
     return paragraph(
         f"""A choice that is made anew while training goes on sends between {sent(found["int4"]):.3f} M of weights a
         step (always INT4) and {sent(found["int8"]):.3f} M (always INT8), and needs room for a copy of {copy["int8"]}
-        bytes per parameter as soon as it takes INT8. Differences on INT8 have that room too, send
-        {sent(found["difference on int8"]):.3f} M in every step, and give {db["difference on int8"]} dB at the end,
-        where INT8 gives {db["int8"]} and INT4 {db["int4"]}. Of the {len(switched)} choices above, which change once,
-        `{least}` sends least, {sent(found[least]):.3f} M. None sends less than differences, and none gives weights that
-        are nearer. (Losses of runs this small scatter by more than formats do, and decide nothing.) Where there is room
-        for {copy["int4"]} bytes and not for {copy["int8"]}, nothing can be chosen: that is INT4 throughout. Where there
-        is room for no copy at all, weights cross twice, and `weights.format` may be another one after each resume. So
-        there is no "auto".
+        bytes per parameter as soon as it takes INT8. At the end INT8 gives {db["int8"]} dB and INT4 {db["int4"]}. Of
+        the {len(switched)} choices above, which change once, `{least}` sends least, {sent(found[least]):.3f} M. Exact
+        differences need room for a copy of {copy["bf16"]} bytes, lose nothing, and under AdamW send about
+        {", ".join(exact)}: up to 1e-4 less than INT4, and at 1e-3 hardly more than that choice. (Losses of runs this
+        small scatter by more than formats do, and decide nothing.) Where there is room for {copy["int4"]} bytes and not
+        for {copy["int8"]}, nothing can be chosen: that is INT4 throughout. Where there is room for no copy at all,
+        weights cross twice, and `weights.format` may be another one after each resume. So there is no "auto".
         """
     )
 
@@ -197,7 +179,6 @@ _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fi
 BLOCKS = {
     "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
-    "two_bits": Block(two_bits, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),
     "weight_fidelity_says": Block(weight_fidelity_says, **_FIDELITY),
 }

@@ -74,6 +74,6 @@ def test_on_two_ranks(tmp_path):
         assert f"numerics/{kind}/lowest_snr_db" in row["sampled_last"]
     assert line["without_ms"] > 0 and f"fp8-lm, {line['without_ms']:.1f} ms per step, 6 cycles" in done.stdout
     assert "Cost of sampled numerics, Llama tiny, 2 rank(s) in 2 nodes on the links of one" in done.stdout
-    several = result | {"hardware": {"gpu": "H100"}, "comparison": [line, line | {"run": "zeropp-diff"}]}
+    several = result | {"hardware": {"gpu": "H100"}, "comparison": [line, line | {"run": "zeropp-exact"}]}
     said = numerics_cost_says(several)
-    assert said.count("On 2 H100 (2 nodes on the links of one), in `") == 2 and "in `zeropp-diff`" in said
+    assert said.count("On 2 H100 (2 nodes on the links of one), in `") == 2 and "in `zeropp-exact`" in said

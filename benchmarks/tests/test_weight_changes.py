@@ -1,7 +1,6 @@
 """Bits of codes of changed weights: against codes written out weight by weight; and the benchmark on a CPU."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks import weight_changes
 from benchmarks.harness import changes
 from benchmarks.harness.environment import ROOT
+from zeropp_fp8.formats import exact
 
 EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
@@ -24,7 +24,7 @@ EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 def test_integers_in_the_order_of_the_numbers(dtype):
     """Every bit pattern has its own; of numbers that are neighbours they differ by 1."""
     numbers = EVERY.view(dtype)
-    integers = changes.ordered(numbers)
+    integers = exact.in_order(numbers)
     assert integers.unique().numel() == 2**16
     assert integers.min() == -(2**15) and integers.max() == 2**15 - 1
     in_order = numbers[integers.argsort()].float()
@@ -48,8 +48,6 @@ def by_hand(old, new):
         block, costs = difference[i : i + 128], sum(cost[i : i + 128])
         count = sum(d != 0 for d in block)
         found["places"] += 8 + min(7 * count + costs, 128 + costs, 16 * 128)
-        largest = max(map(abs, block))
-        found["widths"] += 4 + 128 * (0 if not largest else min(16, 2 + int(math.log2(largest))))
     seldom = set()
     for exponent in set(exponents):
         own = [d for d, e in zip(difference, exponents) if e == exponent]
@@ -82,14 +80,14 @@ def test_codes_against_those_by_hand(pairs, dtype):
     before = torch.tensor([a - 2**15 for a, _ in pairs])
     patterns = torch.where(before < 0, -(2**15) - 1 - before, before).to(torch.int16).view(dtype)
     after = torch.where(new < 0, -(2**15) - 1 - new, new).to(torch.int16).view(dtype)
-    assert torch.equal(changes.ordered(patterns).long(), before) and len(old) == len(pairs)
+    assert torch.equal(exact.in_order(patterns).long(), before) and len(old) == len(pairs)
     count = changes.Count(torch.device("cpu"))
     count.add(patterns, after)
     found = count.found()
     expected = by_hand((before.tolist(), changes.exponents_of(patterns).tolist()), new.tolist())
-    assert {code: round(found[code] * len(pairs)) for code in changes.CODES} == {
-        code: expected[code] for code in changes.CODES
-    }
+    words = exact.field(exact.make_headers(after.view(1, -1), patterns.view(1, -1)), exact.WORDS)
+    expected["exact"] = 32 * (words.numel() + words.sum().item())
+    assert {code: round(found[code] * len(pairs)) for code in changes.CODES} == expected
     own = Counter((new - before).tolist())
     assert found["entropy"] == pytest.approx(changes.entropy(own), abs=1e-9)
     assert found["changed"] == pytest.approx(1 - own[0] / len(pairs))
@@ -104,7 +102,7 @@ def test_what_does_not_change_costs_a_bit_for_each_block():
     assert (
         found["bitmaps"] == 1 / 32
         and found["exponents"] == 5 / 128
-        and found["widths"] == 4 / 128
+        and found["exact"] == 32 / 1024
         and found["places"] == 8 / 128
     )
 

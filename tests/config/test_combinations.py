@@ -1,9 +1,10 @@
 """Which values of the `zeropp_fp8` section go together, and with the rest of the ds_config; what each refusal says."""
 
+import json
 import re
 
 import pytest
-from config_cases import ds_config, refusal, resolved, values
+from config_cases import BF16, ds_config, refusal, resolved, values
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
@@ -79,18 +80,17 @@ def test_format_that_is_there(field, name):
             ['"zeropp_fp8.secondary.memory_gb"', '"secondary.scope": "node"'],
         ),
         *(
-            ({"recipe": "zeropp-diff", **fields}, ['"zeropp_fp8.weights.difference', *words])
+            ({"recipe": "zeropp-exact", **fields}, ['"zeropp_fp8.weights.difference"', *words])
             for fields, words in (
                 ({"secondary": {"scope": "none"}}, ["there is none", 'set "secondary.scope" to "node"']),
-                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes per parameter']),
-                ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8" (1.01)', "cast"]),
-                ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ['"fp8_e4m3"', "int8, int4, int3, int2"]),
-                ({"weights": {"difference": {"block_size": 12}}}, ["12", "a multiple of 8"]),
+                ({"weights": {"format": "int8"}}, ['"weights.format": "int8"', 'set that to "none"']),
+                ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', 'set that to "none"']),
+                ({"weights": {"difference": "int4"}}, ['"int4" is not allowed', "it takes one of none, exact"]),
+                *(  # as earlier versions wrote it
+                    ({"weights": {"difference": old}}, [json.dumps(old), 'write "exact", or "none"'])
+                    for old in ({"format": "int4"}, {"format": "int2", "block_size": 64}, {})
+                ),
             )
-        ),
-        (
-            {"weights": {"difference": {"block_size": 64}}},
-            ['"zeropp_fp8.weights.difference.block_size"', '"weights.difference.format"', "or remove it"],
         ),
         ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format.activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
@@ -128,8 +128,18 @@ def test_format_that_is_there(field, name):
     ],
 )
 def test_impossible_within_the_section(section, words):
-    message = refusal(section)
-    assert all(word in message for word in words), message
+    message = refusal(section, **BF16)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+def test_exact_differences_are_of_16_bits():
+    section = {"recipe": "zeropp-exact"}
+    for keys in ({}, {"bf16": {"enabled": False}}, {"fp16": {}}):
+        message = refusal(section, **keys)
+        assert message.startswith('"zeropp_fp8.weights.difference"')
+        assert 'set "bf16.enabled" or "fp16.enabled" to true' in message
+    for name in ("bf16", "bfloat16", "fp16"):
+        assert resolved(section, **{name: {"enabled": True}}).weights.difference == "exact"
 
 
 SHARED = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}

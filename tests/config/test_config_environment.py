@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from config_cases import ds_config, refusal, resolved
+from config_cases import BF16, ds_config, refusal, resolved
 
 from zeropp_fp8.config import IN_TREE_KEYS, RECIPE_VARIABLE, RECIPES, SECTION, ConfigError, resolve
 
@@ -14,9 +14,9 @@ def dumped(config):
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_it_means_what_a_section_with_the_recipe_means(monkeypatch, recipe):
-    named = resolved({"recipe": recipe})
+    named = resolved({"recipe": recipe}, **BF16)
     monkeypatch.setenv(RECIPE_VARIABLE, recipe)
-    config = resolved()
+    config = resolved(**BF16)
     assert dumped(config) == dumped(named)
     assert (config.recipe_variable, named.recipe_variable) == (RECIPE_VARIABLE, None)
 

@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from config_cases import DEFAULTS, ZEROPP, ds_config, refusal, resolved, values
+from config_cases import BF16, DEFAULTS, ZEROPP, ds_config, refusal, resolved, values
 
 from zeropp_fp8.config import (
     IN_TREE_KEYS,
@@ -57,6 +57,7 @@ def test_in_tree_keys_alone_activate_exactly_what_they_ask(section, keys, differ
         ({"frozen": {"format": "int8"}}, "zero_quantized_nontrainable_weights", False, "frozen.format"),
         ({"weights": {"format": "none"}}, "zero_quantized_weights", True, "weights.format"),
         ({"weights": {"format": "int8"}}, "zero_quantized_weights", False, "weights.format"),
+        ({"recipe": "zeropp-exact"}, "zero_quantized_weights", True, "weights.format"),
         ({"gradients": {"intra_format": "int8"}}, "zero_quantized_gradients", False, "gradients.inter_format"),
         ({"secondary": {"scope": 2}}, "zero_hpz_partition_size", 4, "secondary.scope"),
         ({"secondary": {"scope": "none"}}, "zero_hpz_partition_size", 4, "secondary.scope"),
@@ -64,7 +65,7 @@ def test_in_tree_keys_alone_activate_exactly_what_they_ask(section, keys, differ
     ],
 )
 def test_a_key_that_contradicts_the_section_is_refused(section, key, value, field):
-    message = refusal(section, {key: value})
+    message = refusal(section, {key: value}, **BF16)
     assert f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{field}"' in message
     assert "remove one of the two" in message
     assert ('(from recipe "' in message) == ("recipe" in section)
@@ -75,13 +76,14 @@ def test_a_key_that_contradicts_the_section_is_refused(section, key, value, fiel
     [
         ({"recipe": "zeropp"}, {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
         ({"recipe": "zeropp-4bit"}, {"zero_quantized_weights": True}),
+        ({"recipe": "zeropp-exact"}, {"zero_quantized_weights": False, "zero_quantized_gradients": True}),
         ({"recipe": "lossless"}, IN_TREE_KEYS),
         ({"secondary": {"scope": 4}}, {"zero_hpz_partition_size": 4}),
         ({"weights": {"format": "int4"}}, {"zero_quantized_weights": True}),
     ],
 )
 def test_a_key_that_agrees_with_the_section_changes_nothing(section, keys):
-    assert resolved(section, keys) == resolved(section)
+    assert resolved(section, keys, **BF16) == resolved(section, **BF16)
 
 
 def ranks_that_share(hpz, ranks_per_node):

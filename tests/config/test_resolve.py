@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from config_cases import DEFAULTS, ZEROPP, ds_config, refusal, resolved, values
+from config_cases import BF16, DEFAULTS, ZEROPP, ds_config, refusal, resolved, values
 from pydantic import ValidationError
 
 import zeropp_fp8
@@ -97,19 +97,7 @@ FP8_LM = {
     [
         ("lossless", {}),
         ("zeropp", ZEROPP),
-        (
-            "zeropp-diff",
-            {**ZEROPP, "weights.format": "none", "weights.difference.format": "int4"},
-        ),
-        (
-            "zeropp-2bit",
-            {
-                **ZEROPP,
-                "weights.format": "none",
-                "weights.difference.format": "int2",
-                "weights.difference.block_size": 64,
-            },
-        ),
+        ("zeropp-exact", {**ZEROPP, "weights.format": "none", "weights.difference": "exact"}),
         ("zeropp-4bit", {**ZEROPP, "weights.format": "int4", "weights.block_size": 128, "weights.hadamard": True}),
         (
             "mxfp8",
@@ -142,7 +130,7 @@ FP8_LM = {
     ],
 )
 def test_recipes(recipe, different):
-    config = resolved({"recipe": recipe})
+    config = resolved({"recipe": recipe}, **BF16)
     assert config.recipe == recipe
     for path, value in {**DEFAULTS, **different}.items():
         assert values(config, path) == value, path
@@ -161,8 +149,8 @@ def test_the_table_of_defaults_covers_every_field():
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
-    base = resolved({"recipe": recipe})
-    config = resolved({"recipe": recipe, "weights": {"skip_modules": ["a"]}, "gather_granularity": "module"})
+    fields = {"weights": {"skip_modules": ["a"]}, "gather_granularity": "module"}
+    base, config = (resolved({"recipe": recipe, **given}, **BF16) for given in ({}, fields))
     assert config.weights == base.weights.model_copy(update={"skip_modules": ["a"]})
     assert config == base.model_copy(update={"weights": config.weights, "gather_granularity": "module"})
 
@@ -173,7 +161,7 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
         ({"weights": {"format": "none"}}, "weights.format", "none"),
         ({"weights": {"format": "fp8_e4m3"}}, "weights.format", "fp8_e4m3"),
         ({"weights": {"hadamard": True}}, "weights.hadamard", True),
-        ({"weights": {"difference": {"format": "int3"}}}, "weights.difference.format", "int3"),
+        ({"weights": {"format": "none", "difference": "exact"}}, "weights.difference", "exact"),
         ({"secondary": {"scope": "rank"}}, "secondary.scope", "rank"),
         ({"secondary": {"scope": 2}}, "secondary.scope", 2),
         ({"secondary": {"memory_gb": "auto"}}, "secondary.memory_gb", "auto"),
@@ -192,7 +180,7 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
     ],
 )
 def test_fields_by_hand(section, path, value):
-    assert values(resolved({"recipe": "zeropp", **section}), path) == value
+    assert values(resolved({"recipe": "zeropp", **section}, **BF16), path) == value
 
 
 def test_the_result_cannot_be_changed_and_the_input_is_not():
@@ -232,7 +220,6 @@ def test_recipe_of_a_wrong_type(recipe):
         ({"topology": {"ranks_pernode": 2}}, "topology.ranks_pernode", "ranks_per_node"),
         ({"weights": {"blocksize": 2}}, "weights.blocksize", "block_size"),
         ({"weights": {"fmt": "int8"}}, "weights.fmt", "format"),
-        ({"weights": {"difference": {"blocksize": 8}}}, "weights.difference.blocksize", "block_size"),
         ({"secondary": {"scop": "node"}}, "secondary.scop", "scope"),
         ({"gradients": {"inter_fromat": "int4"}}, "gradients.inter_fromat", "inter_format"),
         ({"optimizer": {"exp_avg_sq": "fp32"}}, "optimizer.exp_avg_sq", "exp_avg_sq_format"),
@@ -251,7 +238,6 @@ def test_unknown_key_names_the_nearest(section, where, nearest):
         "seed",
         *(f"{part}.scale_mode" for part in ("weights", "gradients", "compute", "frozen")),
         *(f"{part}.rounding" for part in ("weights", "gradients", "compute", "optimizer")),
-        *(f"weights.difference.{name}" for name in ("hadamard", "refresh_every")),
         *(f"gradients.{name}" for name in ("scale_policy", "amax_history", "reduction")),
         *(f"compute.{name}" for name in ("amax_history", "amax_reduction", "evaluate_in")),
         *(f"optimizer.{name}" for name in ("block_size", "expand_range")),
@@ -286,9 +272,7 @@ def test_every_mistake_is_reported_at_once():
         ("weights.format", [8, None, ["int8"], True]),
         ("weights.block_size", ["128", 128.0, 0, 1, -2, True, None]),
         ("weights.hadamard", [1, "yes", None]),
-        ("weights.difference", ["int4", None]),
-        ("weights.difference.format", [4, None]),
-        ("weights.difference.block_size", [0, 128.0, "128"]),
+        ("weights.difference", ["int4", 4, True, None, ["exact"]]),
         ("secondary", ["node"]),
         ("secondary.scope", ["nodes", 0, -1, True, 2.0, None]),
         ("secondary.memory_gb", ["8", "none", -1, float("inf"), float("nan"), True, None]),

@@ -6,7 +6,7 @@ import re
 from functools import reduce
 
 import pytest
-from config_cases import ds_config
+from config_cases import BF16, ds_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +75,7 @@ FAULTS = [
     (f"{SECTION}.weights.format", "int9"),
     (f"{SECTION}.weights.blocksize", 64),
     (f"{SECTION}.weights.difference", "int4"),
+    (f"{SECTION}.weights.difference", {"format": "int4", "block_size": 64}),
     (f"{SECTION}.gradients.intra_format", "int5"),
     (f"{SECTION}.gradients.inter_format", "fp32"),
     (f"{SECTION}.gradients.scales", "rows"),
@@ -185,7 +186,7 @@ def test_all_of_a_kind():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_breaks_a_rule(recipe):
-    assert list(broken(FIELDS, resolve(ds_config({"recipe": recipe})))) == []
+    assert list(broken(FIELDS, resolve(ds_config({"recipe": recipe}, **BF16)))) == []
 
 
 SECTIONS = [

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import hjson
 import pytest
 from common.engines import frozen_ds_config
+from config_cases import BF16
 from pydantic import BaseModel
 
 from benchmarks import convergence, fp8_lm_convergence, generation, handover, numerics_cost
@@ -118,7 +119,7 @@ def of_examples() -> Iterator[dict]:
             dicts = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Dict))
             yield from (each for node in dicts for each in sections_in(literal(node)))
     for recipe in RECIPES:
-        config = {"zero_optimization": {"stage": 3}, SECTION: {"recipe": recipe}}
+        config = {**BF16, "zero_optimization": {"stage": 3}, SECTION: {"recipe": recipe}}
         yield frozen_ds_config(config, None).get(SECTION, {})
 
 
@@ -158,7 +159,7 @@ def test_every_source_sets_some(wanted):
 def test_runs_of_measurements_are_sections():
     for runs in RUNS.values():
         for section in filter(None, runs.values()):
-            resolve({"zero_optimization": {"stage": 3}, SECTION: section})
+            resolve({**BF16, "zero_optimization": {"stage": 3}, SECTION: section})
 
 
 def test_a_default_is_no_wish():

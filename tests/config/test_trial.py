@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from config_cases import ds_config, refusal, resolved
+from config_cases import BF16, ds_config, refusal, resolved
 
 from zeropp_fp8.config import (
     RECIPES,
@@ -20,7 +20,7 @@ from zeropp_fp8.numerics.bisect import halved
 PIECES = {
     "lossless": [],
     "zeropp": ["weights", "gradients_within", "gradients_between"],
-    "zeropp-diff": ["weights", "gradients_within", "gradients_between"],
+    "zeropp-exact": ["gradients_within", "gradients_between"],
     "mxfp8": ["weights", "gradients_within", "gradients_between", "compute"],
     "fp8-lm-o1": ["gradients", "compute"],
     "fp8-lm": ["weights", "gradients", "compute", "optimizer", "activations"],
@@ -34,7 +34,7 @@ PIECES = {
 def tried(monkeypatch):
     def resolve_it(section, **trial):
         monkeypatch.setenv(TRIAL_VARIABLE, Trial(steps=3, file="f", **trial).model_dump_json())
-        return resolved(section)
+        return resolved(section, **BF16)
 
     return resolve_it
 
@@ -42,7 +42,7 @@ def tried(monkeypatch):
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_each_piece_by_itself_and_all(recipe, tried):
     section = {"recipe": recipe, "numerics": {"every": 5}, "gather_granularity": "module"}
-    config = resolved(section)
+    config = resolved(section, **BF16)
     pieces = pieces_of(config)
     assert pieces == PIECES.get(recipe, pieces)
     for piece in pieces:
@@ -126,13 +126,14 @@ def test_layers_that_make_a_loss_infinite_are_halved_too(guilty):
             ['what rests, as "optimizer" and "frozen", stays'],
         ),
         ({"secondary": {"scope": "node"}}, ["nothing is in low precision"]),
+        ({"secondary": {"scope": "node"}, "weights": {"difference": "exact"}}, ["nothing is in low precision"]),
     ],
 )
 def test_nothing_to_fall_back_from(section, words):
-    message = refusal({**section, "numerics": {"watch": "fall_back"}})
+    message = refusal({**section, "numerics": {"watch": "fall_back"}}, **BF16)
     words = ['"zeropp_fp8.numerics.watch": "fall_back" has nothing', 'use "stop", or set formats', *words]
     assert all(word in message for word in words), message
-    assert resolved({**section, "numerics": {"watch": "stop"}}).observed
+    assert resolved({**section, "numerics": {"watch": "stop"}}, **BF16).observed
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,11 @@ def test_nothing_to_fall_back_from(section, words):
         {"compute": {"format": "fp8"}},
         {"compute": {"format": "fp8"}, "compile": "blocks"},
         {"weights": {"format": "int8"}},
-        {"weights": {"difference": {"format": "int4"}}, "secondary": {"scope": "node"}},
         {"gradients": {"inter_format": "int4"}},
         {"activations": {"wire_format": "fp8"}},
     ],
     ids=str,
 )
 def test_what_falls_back(section):
-    assert resolved({**section, "numerics": {"watch": "fall_back"}}).observed
-    assert not resolved(section).observed and resolved({**section, "numerics": {"every": 1}}).observed
+    found = [resolved({**section, "numerics": given}, **BF16) for given in ({"watch": "fall_back"}, {"every": 1}, {})]
+    assert [config.observed for config in found] == [True, True, False]

@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from config_cases import ds_config
+from config_cases import BF16, ds_config
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tests.places import ROOT
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.config import RECIPES, SECTION, ConfigError, resolve
-from zeropp_fp8.doctor.check import check, differing
+from zeropp_fp8.doctor.check import check, cost_of, differing, parse
 from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate, method_of
 from zeropp_fp8.plan.hugging_face import model_of
@@ -53,7 +53,7 @@ def test_every_ds_config_of_the_repository(path, capsys):
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_recipe_is_the_method_that_the_plan_has_of_it(recipe):
     """A recipe that is resolved, with what defaults complete, counts as the one that is read by itself."""
-    assert method_of(resolve(ds_config({"recipe": recipe}))) == METHODS[recipe]
+    assert method_of(resolve(ds_config({"recipe": recipe}, **BF16))) == METHODS[recipe]
 
 
 @pytest.mark.parametrize(
@@ -473,6 +473,60 @@ def test_costs_are_the_plans(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         command(words)
     assert ended.value.code == 2 and "check: qlora: its codes are of frozen weights" in capsys.readouterr().err
+
+
+def adam(rate, kind="AdamW"):
+    return {"optimizer": {"type": kind, "params": {"lr": rate}}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "bits"),
+    [
+        ("zeropp-exact", adam(1e-3), "5.5"),
+        ("zeropp-exact", adam(5e-4, "Adam"), "4.4"),
+        ("zeropp-exact", adam(2e-4), None),
+        ("zeropp-exact", adam(1e-6), None),
+        ("zeropp-exact", adam("auto"), None),
+        ("zeropp-exact", adam(0.1, "Lion"), None),
+        ("zeropp-exact", {"optimizer": {"type": "AdamW"}}, None),
+        ("zeropp-exact", {}, None),
+        ("zeropp", adam(1e-3), None),
+    ],
+)
+def test_learning_rates_at_which_most_bits_of_weights_change(recipe, optimizer, bits):
+    found = checked({"recipe": recipe}, **BF16, **optimizer)
+    assert texts(found) == []
+    if bits is None:
+        assert texts(found, False) == []
+        return
+    (said,) = texts(found, False)
+    rate = f'"optimizer.params.lr": {optimizer["optimizer"]["params"]["lr"]:g} changes so much'
+    assert said.startswith(f'{rate} that "{SECTION}.weights.difference": "exact" takes about {bits} bits of a weight')
+    assert '"weights.format": "int8" takes 8.06' in said
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words", "rate"),
+    [
+        (adam(1e-6), [], 1e-6),
+        (adam(1e-6), ["--lr", "1e-4"], 1e-4),
+        ({}, ["--lr", "1e-4"], 1e-4),
+        *((optimizer, [], 1e-5) for optimizer in ({}, adam("auto"), adam(0.1, "SGD"), {"optimizer": {"type": "Adam"}})),
+    ],
+)
+def test_costs_are_at_the_learning_rate_of_the_ds_config(optimizer, words, rate):
+    given = ds_config({"recipe": "zeropp-exact"}, **BF16, **optimizer)
+    arguments = parse(["x.json", "--params", "7e9", "--ranks", "16", "--ranks-per-node", "8", *words])
+    job, (_, own) = cost_of(resolve(given), given, arguments)
+    assert job.learning_rate == rate
+    assert own.inter_bytes == estimate(METHODS["zeropp-exact"], replace(job, learning_rate=rate), H200).inter_bytes
+
+
+@pytest.mark.parametrize("names", [("bf16",), ("fp16",), ("bf16", "fp16")])
+def test_a_precision_that_the_trainer_fills_in_counts_as_16_bits(names):
+    assert texts(checked({"recipe": "zeropp-exact"}, **{name: {"enabled": "auto"} for name in names})) == []
+    (refused,) = texts(checked({"recipe": "zeropp-exact"}))
+    assert refused.startswith(f'"{SECTION}.weights.difference": "exact" is of weights in 16 bits')
 
 
 def test_the_model_by_its_config(tmp_path, capsys):

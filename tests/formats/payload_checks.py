@@ -14,11 +14,9 @@ from conformance import CPU, DTYPES, ENTRIES, MX, assert_same, awkward, make, sa
 from thinning import thinned
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
-from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder, _can_add
-from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, make_format
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
 from zeropp_fp8.formats.scale_table import SharedScales
-from zeropp_fp8.zero.gather import difference as difference_module
-from zeropp_fp8.zero.gather.difference import Contents, Difference
 
 # What kernels encode and sum; others are decoded by kernels, or by torch code alone.
 ENCODED = [
@@ -28,8 +26,6 @@ BY_TORCH = [e for e in ENTRIES if e == "nvfp4" or e.endswith(("-tensor", "-whole
 DECODED = [e for e in ENTRIES if e not in ENCODED + BY_TORCH]
 GRADIENTS = [e for e in ENCODED if e not in ("none", "fp16") and e not in MX]  # with error feedback
 TILE = 1024
-NUMELS = [1000, 64, 4096, 33]  # of a unit, of which the second is a vector
-RANKS, OWN = 3, 1
 
 
 def layouts(wire_format, slice_numels, dtype, device, partner=None):
@@ -237,99 +233,6 @@ def check_plans(entry):
     assert len({key[0] for key in plans}) == 2 and len(plans) <= 4, list(plans)  # aligned or not
 
 
-# -- differences ------------------------------------------------------------------------------------------------------
-
-
-def steps_on(device, difference, rest, dtype, steps=4, at_once=RANKS, numels=NUMELS, kernels=None):
-    """(what was sent and what is held after each step, on the CPU; whether a difference is due) of a rank in the
-    middle, whose last slice is padded. `at_once`: rows that are added together; `kernels`: None: on a GPU."""
-    generator = torch.Generator().manual_seed(0)
-    exact = make_format("none", dtype=dtype)
-    resting = exact if rest == "none" else make_format(rest, block_size=128)
-    held_formats = [exact if index == 1 else resting for index in range(len(numels))]
-    formats = [exact if index == 1 else make_format(difference, block_size=64) for index in range(len(numels))]
-    contents = Contents(numels, held_formats, formats)
-    layout_class = difference_module.PayloadLayout
-    try:
-        difference_module.PayloadLayout = partial(layout_class, use_kernels=kernels)
-        ranks = [Difference(contents, contents, device) for _ in range(RANKS)]
-        return _steps(ranks, contents, held_formats, dtype, steps, at_once, numels, generator, device)
-    finally:
-        difference_module.PayloadLayout = layout_class
-
-
-def _steps(ranks, contents, held_formats, dtype, steps, at_once, numels, generator, device):
-    weights = [torch.randn(RANKS, numel, generator=generator).to(dtype) for numel in numels]
-    rows = [wire_format.encode_rows(weight) for wire_format, weight in zip(held_formats, weights)]
-    held, found = torch.cat(rows, dim=1).to(device), []
-    ranks[OWN].begin()
-    for _ in range(steps):
-        weights = [w + (0.01 * torch.randn(w.shape, generator=generator)).to(dtype) for w in weights]
-        brought = torch.empty(RANKS, contents.row_bytes, dtype=torch.uint8, device=device)
-        for rank in range(RANKS):
-            shards = [w[rank].to(device) for w in weights]
-            shards[-1] = shards[-1][: 20 if rank == OWN else 33]
-            ranks[rank].encode(shards, held[rank : rank + 1], brought[rank : rank + 1])
-        for some_brought, some_held in zip(brought.split(at_once), held.split(at_once)):
-            ranks[OWN].add(some_brought, some_held)
-        ranks[OWN]._all_fits.bring_to_host()
-        found.append((brought.cpu(), held.cpu().clone()))
-    return found, ranks[OWN].is_due
-
-
-STEPS = [
-    (d, *r) for d in ("int4", "int3", "int2", "int8") for r in (("none", "bf16"), ("int8", "bf16"), ("none", "fp32"))
-]
-
-
-def check_steps(difference, rest, dtype, numels, device, steps=4):
-    """Steps of a unit, and of one with one tensor, by kernels: the bytes of the torch code, and when one is due."""
-    expected, due = steps_on(CPU, difference, rest, dtype, steps, numels=numels, kernels=False)
-    found, due_here = steps_on(device, difference, rest, dtype, steps, numels=numels, kernels=True)
-    assert due is due_here and (due or steps < 4)
-    for some, others in zip(found, expected):
-        for one, other in zip(some, others):
-            assert_bytes(one, other, difference, rest, dtype)
-
-
-# (difference, what it is to): every element, with and without the rotation; blocks of one size, of others, long ones
-DIFFERENCES = (
-    ("int4", "none"),
-    ("int4-hadamard", "int8-hadamard"),
-    ("int3-128", "int8"),
-    ("int3-hadamard-96", "none"),
-    ("int2", "int8-8192"),
-    ("int2-hadamard-96", "int8-96"),
-    ("int8", "none"),
-    ("none", "none"),
-)
-
-
-def check_differences(difference, rest, numels, slices, device):
-    """The same bytes sent and held, and the same largest magnitudes; with NaN and Inf in some slices."""
-    dtype, order, device_order = torch.bfloat16, SliceOrder(slices, CPU), SliceOrder(slices, device)
-    slice_numels = slices_of(numels, max(slices) + 1)
-    mine, kept = make(difference, dtype=dtype), make(rest, dtype=dtype)
-    by_torch, kernels = layouts(mine, slice_numels, dtype, device, kept)
-    held_by_torch, held_kernels = layouts(kept, slice_numels, dtype, device, mine)
-    assert all(map(_can_add, kernels._groups, held_kernels._groups)), "the torch code would be compared with itself"
-    rows = torch.zeros(len(slices), held_by_torch.row_bytes, dtype=torch.uint8)
-    held_by_torch.encode(awkward(numels, dtype), order, rows)
-    rows_there = rows.clone().to(device)
-    held, held_there = Held(held_by_torch, rows), Held(held_kernels, rows_there)
-    for tensors in messages(numels, dtype):
-        expected = torch.zeros(len(slices), by_torch.row_bytes, dtype=torch.uint8)
-        by_torch.encode(tensors, order, expected, held=held)
-        actual = torch.full_like(expected, 255, device=device)
-        kernels.encode([t.to(device) for t in tensors], device_order, actual, held=held_there)
-        assert_bytes(actual, expected, difference, rest, numels, slices)
-        assert same(kernels.add(actual, held_there), by_torch.add(expected, held)), (difference, rest)
-        if isinstance(kept, UnquantizedFormat):  # NaN has other bits on each device
-            assert_same(rows_there.cpu().view(dtype), rows.view(dtype), difference, rest, numels)
-        else:
-            assert_bytes(rows_there, rows, difference, rest, numels)
-
-
 # -- FP8 codes with a scale that all ranks share ----------------------------------------------------------------------
 
 AMAX_BEFORE = [0.5, 1e30, 0.0, 0.0, 0.0]
@@ -521,14 +424,6 @@ def _interpreted():
         for entry, dtype in (("mxfp8_e5m2", torch.float32), ("mxint8", torch.bfloat16)):
             yield f"round_trip-{entry}-{shape}", partial(check_round_trip, entry, dtype, shape, CPU)
     yield "round_trip-refusals", check_round_trip_refusals
-    for numels in (NUMELS, [1000]):
-        for difference, rest, dtype in STEPS:
-            case = difference, rest, DTYPES[dtype], numels, CPU, 2
-            yield f"steps-{difference}-{rest}-{dtype}-{len(numels)}", partial(check_steps, *case)
-    for difference, rest in DIFFERENCES:
-        case = [33, 500, 2100], [2, 0, 1], CPU
-        yield f"differences-{difference}-{rest}", partial(check_differences, difference, rest, *case)
-    yield "differences-int4-int8", partial(check_differences, "int4", "int8", [9, 1, 2, 5], [7, 1], CPU)
     for name in ("fp8_e4m3", "fp8_e5m2"):
         for dtype in DTYPES:
             case = DTYPES[dtype], [33, 1001, 5000], 3, [2, 0, 1], CPU

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import triton
 from conformance import make
@@ -19,29 +19,28 @@ from triton.compiler import ASTSource
 
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
+from zeropp_fp8.formats.exact import MANTISSA
 from zeropp_fp8.kernels.casts.round_trip import round_trip_kernel
 from zeropp_fp8.kernels.optimizer.squares import squares_kernel
 from zeropp_fp8.kernels.wire.dequantize import dequantize_kernel
-from zeropp_fp8.kernels.wire.differences import add_differences_kernel, quantize_differences_kernel, with_equal_tiles
+from zeropp_fp8.kernels.wire.exact import add_exact_kernel, encode_exact_kernel, make_headers_kernel
 from zeropp_fp8.kernels.wire.feed_back import feed_back_kernel
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 from zeropp_fp8.kernels.wire.quantize import quantize_kernel
 from zeropp_fp8.kernels.wire.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
 
 POINTERS = {
-    **dict.fromkeys(("payload_ptr", "received_ptr", "codes_ptr", "residual_ptr", "held_ptr"), "*u8"),
+    **dict.fromkeys(("payload_ptr", "received_ptr", "codes_ptr", "residual_ptr", "held_ptr", "brought_ptr"), "*u8"),
     **dict.fromkeys(("tensors_ptr", "segments_ptr", "segments_in_ptr", "segments_out_ptr"), "*i64"),
-    **dict.fromkeys(("residual_segments_ptr", "held_segments_ptr", "counts_ptr"), "*i64"),
-    **dict.fromkeys(
-        ("multipliers_ptr", "factors_ptr", "amax_ptr", "partial_ptr", "largest_ptr", "lookup_ptr"), "*fp32"
-    ),
-    **dict.fromkeys(("slices_ptr", "tile_starts_ptr"), "*i32"),
+    **dict.fromkeys(("residual_segments_ptr", "counts_ptr"), "*i64"),
+    **dict.fromkeys(("multipliers_ptr", "factors_ptr", "amax_ptr", "partial_ptr", "lookup_ptr"), "*fp32"),
+    **dict.fromkeys(("slices_ptr", "tile_starts_ptr", "headers_ptr", "ends_ptr", "body_ptr"), "*i32"),
     "inverse_ranks": "fp32",
 }
 SHARED_SCALES = ("multipliers_ptr", "amax_ptr", "counts_ptr", "factors_ptr")
-DIFFERENCES = (add_differences_kernel, quantize_differences_kernel)
+EXACT = (make_headers_kernel, encode_exact_kernel, add_exact_kernel)
 SUMS = (reduce_to_payload_kernel, reduce_to_tensors_kernel)
-SOURCES = (quantize_kernel, feed_back_kernel, quantize_differences_kernel)
+SOURCES = (quantize_kernel, feed_back_kernel)
 MATRICES = ("base_ptr", "matrix_ptr", "rows_ptr", "columns_ptr")
 CONSTANTS = {"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ALONG_ROWS": True, "ALONG_COLUMNS": True, "SIDE": 64}
 CONSTANTS |= {"STARTS": 16, "TILE": 1024, "TILES": 4}
@@ -59,7 +58,7 @@ def ptx_of(kernel, capability, base, num_warps, constants):
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if name not in constants and name not in ("inverse_ranks", "num_tiles")
+        if name not in constants and name not in ("inverse_ranks", "num_tiles", "chunks")
     }
     source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
@@ -86,12 +85,9 @@ def check_code(capability, kernel, base, name, first=None, **constants):
     if kernel is feed_back_kernel:
         num_warps, form = form.sum_warps, form.with_tiles(form.sum_blocks)
         constants["RESIDUAL"] = KernelFormat.of(make("int8")).with_tiles(form.sum_blocks)
-    if kernel in DIFFERENCES:
-        form, constants["HELD"], num_warps = with_equal_tiles(form, first)
-        first = form
     constants = {**CONSTANTS, "ACCUMULATE": True, **dict.fromkeys(SHARED_SCALES), **constants}
     code = ptx_of(kernel, capability, base, num_warps, constants | {"FORMAT": form, "FORMAT_IN": first})
-    if capability == 90 and (form.scale in SCALE_MODES or kernel in (feed_back_kernel, *DIFFERENCES)):
+    if capability == 90 and (form.scale in SCALE_MODES or kernel is feed_back_kernel):
         assert_nothing_spilled(code)
     if kernel is round_trip_kernel:
         assert "fma.rn.f32" not in code
@@ -101,7 +97,6 @@ def check_code(capability, kernel, base, name, first=None, **constants):
         return
     if kernel is feed_back_kernel:
         assert all(f"{way}.global.v2.b32" in code for way in ("ld", "st")), "the residuals"
-    if kernel is feed_back_kernel or (kernel is add_differences_kernel and name != "none"):
         assert code.count("bar.sync") > 1, "all threads read before one writes"
     assert f"{'st' if kernel in SOURCES else 'ld'}.global." + CODES[first.element] in code
     if base:
@@ -145,6 +140,12 @@ def check_shared_code(capability, kernel, base, name, **constants):
         assert "ld.global.v2.b32" in code or "ld.global.v4.b32" in code
 
 
+def check_exact_code(capability, kernel, mantissa):
+    """Exact differences of numbers with so many bits of mantissa."""
+    code = ptx_of(kernel, capability, "*i16", 4, {"MANTISSA": mantissa, "STARTS": 16})
+    assert_nothing_spilled(code)
+
+
 def _cases():
     """(capability, check, its arguments, their options)."""
     for capability in (80, 90):
@@ -164,8 +165,6 @@ def _cases():
         for name in ("int8", "fp8_e5m2"):
             yield code(reduce_to_tensors_kernel, "*fp32", name)
         yield code(round_trip_kernel, "*bf16", "mxfp8_e4m3")
-        yield code(quantize_differences_kernel, "*bf16", "int4", first="none")
-        yield code(add_differences_kernel, None, "int4", first="none")
         if new:
             for name in ("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2", "int3-128", "int4-hadamard"):
                 yield code(quantize_kernel, "*bf16", name)
@@ -182,15 +181,8 @@ def _cases():
             yield code(round_trip_kernel, "*fp32", "mxfp6_e3m2", ALONG_COLUMNS=False)
             yield code(round_trip_kernel, "*fp32", "mxfp8_e5m2-floor", ALONG_ROWS=False)
             yield code(round_trip_kernel, "*bf16", "mxint8")
-            for name, held in (
-                ("int4-hadamard", "int8-hadamard"),
-                ("int2", "int8"),
-                ("int3-128", "none"),
-                ("none", "none"),
-            ):
-                if name != "none":
-                    yield code(quantize_differences_kernel, "*bf16", name, first=held)
-                yield code(add_differences_kernel, None, name, first=held)
+            for case in product(EXACT, MANTISSA.values()):
+                yield capability, check_exact_code, case, {}
         for entry in ("nf4", "nf4-double", "int4-double", "int8-double", "fp8_e4m3-double"):
             yield capability, check_decoding_code, (entry,), {}
         shared = [

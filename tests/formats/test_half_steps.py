@@ -1,4 +1,4 @@
-"""INT2 and INT3, by what they are for: differences that come again. They have no zero, and cut off the largest."""
+"""INT2 and INT3, by what they are for: error feedback. They have no zero, and cut off the largest."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_signal_to_noise(name, at_least, hadamard):
 
 
 @pytest.mark.parametrize("name, at_least", [("int2", 8.5), ("int3", 14.0)])
-def test_what_is_cut_off_comes_with_the_next_difference(name, at_least):
+def test_what_is_cut_off_comes_with_the_next_message(name, at_least):
     """Of what changes by normal numbers again and again: a step's error, no matter how many steps there were."""
     generator = torch.Generator().manual_seed(1)
     wire_format, held, value = make_format(name), torch.zeros(1 << 14), torch.zeros(1 << 14)

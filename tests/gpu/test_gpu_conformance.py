@@ -13,6 +13,7 @@ whatever the tensor's dtype, so here they are paired:
                   with one other dtype; single axes, and sides of 1, on few
 """
 
+import exact_checks
 import payload_checks as checks
 import pytest
 import torch
@@ -30,7 +31,7 @@ from conformance import (
     same,
 )
 from conformance import check_reference as check_numpy_reference
-from payload_checks import DECODED, DIFFERENCES, ENCODED, STEPS, TILE
+from payload_checks import DECODED, ENCODED, TILE
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import SharedScaleFormat, make_format
@@ -269,20 +270,15 @@ def test_more_than_two_to_the_31_elements():
     torch.testing.assert_close(back[-1000:].float(), tensor[-1000:].float(), rtol=0, atol=0.03)
 
 
-# -- differences ------------------------------------------------------------------------------------------------------
+# -- exact differences ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("difference, rest", DIFFERENCES)
-def test_differences(difference, rest):
-    """Small and odd, aligned with many tiles, and slices beyond a tensor's end."""
-    for numels, slices in (([33, 500, 2100], [2, 0, 1]), ([1 << 18, 100003], [3, 1, 0, 2]), ([9, 1, 2, 5], [7, 1])):
-        checks.check_differences(difference, rest, numels, slices, CUDA)
-
-
-@pytest.mark.parametrize("difference, rest, dtype", STEPS)
-@pytest.mark.parametrize("numels", [checks.NUMELS, [1000]], ids=["unit", "one tensor"])
-def test_steps(difference, rest, dtype, numels):
-    checks.check_steps(difference, rest, DTYPES[dtype], numels, CUDA)
+@pytest.mark.parametrize("kind", exact_checks.KINDS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_exact_differences(kind, dtype):
+    """Odd sizes, empty tensors, single numbers, whole chunks, and many of them; one row and several."""
+    for numels, rows, missing in (([1, 1023, 0, 1025], 3, 3), ([4096], 1, 0), ([1 << 18, 100003], 2, 7), ([1], 2, 0)):
+        exact_checks.check(kind, numels, DTYPES[dtype], CUDA, rows, missing)
 
 
 # -- FP8 codes with a scale that all ranks share ----------------------------------------------------------------------

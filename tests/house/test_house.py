@@ -18,21 +18,21 @@ from tests.places import ROOT
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 966,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
-    "comm": 2206,
+    "comm": 2131,
     "compute": 2124,
-    "config": 1885,
-    "doctor": 1370,
-    "formats": 2473,
-    "kernels": 5345,
+    "config": 1883,
+    "doctor": 1394,
+    "formats": 2690,
+    "kernels": 5360,
     "numerics": 1182,
     "optim": 927,
-    "plan": 1789,
+    "plan": 1800,
     "plugin": 1595,
-    "zero": 2992,
+    "zero": 2925,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1298,
-    "zero/gather": 2835,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2710,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 832,
     "zero/handover": 853,
     "zero/owners": 967,

@@ -58,7 +58,6 @@ ROOMS = {
     "attachment": set(),
     "gather": {"session", "memory"},
     "compute_scaling": {"session", "stage_part"},
-    "held_weights": {"session", "stage_part", "gather"},
     "reduce": {"session", "stage_part", "memory", "as_deepspeed"},
     "report": {"session", "stage_part", "gather", "telemetry"},
     # The last two only where they are asked for.
@@ -83,7 +82,6 @@ ROOMS = {
         "report",
         "fall_back",
         "extra_state",
-        "held_weights",
         "stage_part",
         "states",
         "owners",

@@ -26,6 +26,7 @@ TOGETHER = {
     "formats/test_conformance.py",
     "formats/test_conformance_kernels.py",
     "kernels/test_adamw_kernel.py",
+    "kernels/test_exact_kernels.py",
     "kernels/test_specializations.py",
     "plan/test_plan.py",
     "plan/test_plan_lora.py",

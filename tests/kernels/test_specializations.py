@@ -10,10 +10,13 @@ import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
-from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import SharedScaleFormat, make_format
+from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.formats.exact import chunks
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.zero.gather.difference import Measured, Rows
 
 CPU, NUMEL, RANKS = torch.device("cpu"), 4096, 2
 UNITS = (1, 2, 3, 7, 9, 16)  # tensors of a format in one: an embedding, norms, blocks
@@ -74,13 +77,15 @@ def test_scales_that_lie_anywhere_in_a_table(compiled):
     assert number_of(compiled) == {"quantize_kernel": 1, "reduce_to_tensors_kernel": 1, "reduce_to_payload_kernel": 1}
 
 
-def test_differences_of_units_of_any_number_of_tensors(compiled):
-    for count in UNITS:
-        kept, tensors = make_format("int8", block_size=128), tensors_of(count)
-        weights = layout_of(kept, count, partner_formats=[make_format("int4", block_size=128)] * count)
-        layout = layout_of(make_format("int4", block_size=128), count, partner_formats=[kept] * count)
-        held = Held(weights, torch.zeros(RANKS, weights.row_bytes, dtype=torch.uint8))
-        rows = torch.zeros(RANKS, layout.row_bytes, dtype=torch.uint8)
-        layout.encode(tensors, SliceOrder(range(RANKS), CPU), rows, held=held)
-        layout.add(rows, held)
-    assert number_of(compiled) == {"quantize_differences_kernel": 1, "add_differences_kernel": 1}
+def test_exact_differences_of_any_size(compiled):
+    """Of units of any number of chunks, in rows of any size: how long they are changes from step to step."""
+    for count, numel, words in itertools.product(UNITS, (1000, NUMEL), (0, 4, 100)):
+        coder, tensors = Rows([numel] * count, [torch.bfloat16] * count, CPU, use_kernels=True), tensors_of(count)
+        held = torch.zeros(RANKS, 2 * count * NUMEL, dtype=torch.uint8)
+        coder.measure([tensor[:numel] for tensor in tensors], held[:1])
+        headers = torch.zeros(1, count * chunks(numel), dtype=torch.int32)
+        brought = torch.zeros(RANKS, align_up(4 * headers.numel()) + 4 * words, dtype=torch.uint8)
+        measured = Measured(headers, headers, torch.tensor([brought.shape[1]]))
+        coder.encode([tensor[:numel] for tensor in tensors], held[:1], measured, brought[:1])
+        coder.add(brought, held)
+    assert number_of(compiled) == dict.fromkeys(("make_headers_kernel", "encode_exact_kernel", "add_exact_kernel"), 1)

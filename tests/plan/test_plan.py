@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hang_guard import HANG
 from benchmarks import plan_scaling
 from benchmarks.plan_fit.points import emulated_job
 from tests.places import ROOT
-from zeropp_fp8.config import RECIPES
+from zeropp_fp8.config import RECIPES, PluginConfig, difference_bits
 from zeropp_fp8.plan import (
     EMULATED_H200,
     H200,
@@ -31,6 +32,7 @@ from zeropp_fp8.plan import (
     estimate,
     memory_per_gpu,
     method_named,
+    method_of,
 )
 from zeropp_fp8.plan.__main__ import main
 from zeropp_fp8.plan.memory import MARGIN, memory_for_copies
@@ -58,6 +60,7 @@ def moved(name, job=NONE_KEPT, hardware=EMULATED_H200):
         ("lossless", (1 / 2 + 1 / 2 + 3 / 4) * M),  # gathers in two levels; DeepSpeed's own reduce-scatter
         ("zeropp", (1 + 2 / 256) * PARAMETERS / 2 + (1 / 2 + 2 / 128) * PARAMETERS / 2),
         ("zeropp-4bit", 2 * (1 / 2 + 2 / 128) * PARAMETERS / 2),
+        ("zeropp-exact", (0.75 / 8 + 1 / 2 + 2 / 128) * PARAMETERS / 2),
         ("in-tree", (1 + 4 / 8000) * PARAMETERS * 3 / 4 + (1 / 2 + 4 / 2048) * PARAMETERS / 2),
         ("in-tree-hpz", 2 * 3 / 4 * M),
         ("hsdp", 2 * 1 / 2 * M),  # all-reduce between 2 nodes
@@ -312,7 +315,7 @@ def test_the_update_is_that_of_the_method():
     job = replace(NONE_KEPT, cluster=Cluster(1, 1))
     for name, num_bytes in (("stock", 132), ("lossless", 132), ("fp8-lm-o1", 132), ("in-tree", 132), ("zeropp", 84)):
         assert optimizer_seconds(METHODS[name], job, H200) == pytest.approx(num_bytes * PARAMETERS / 4300e9), name
-    for name, num_bytes in (("zeropp-diff", 84), ("mxfp8", 84), ("fp8-lm-zeropp", 57), ("fsdp2", 30), ("hsdp", 30)):
+    for name, num_bytes in (("zeropp-exact", 84), ("mxfp8", 84), ("fp8-lm-zeropp", 57), ("fsdp2", 30), ("hsdp", 30)):
         assert optimizer_seconds(METHODS[name], job, H200) == pytest.approx(num_bytes * PARAMETERS / 4300e9), name
 
 
@@ -332,6 +335,7 @@ def test_memory_by_hand():
     assert stock.held == pytest.approx(16 * 7e9 / 8)
     assert memory_per_gpu(METHODS["zeropp"], job).secondary == pytest.approx(7e9 * (1 + 2 / 256) / 4)
     assert memory_per_gpu(METHODS["zeropp-4bit"], job).secondary == pytest.approx(7e9 * (0.5 + 2 / 128) / 4)
+    assert memory_per_gpu(METHODS["zeropp-exact"], job).secondary == pytest.approx(7e9 * 2 / 4)
     assert memory_per_gpu(METHODS["in-tree"], job).secondary == pytest.approx(7e9 * 2 / 4)
     assert memory_per_gpu(METHODS["fp8-lm-o1"], job).held == pytest.approx(15 * 7e9 / 8)
     kept = memory_per_gpu(METHODS["fp8-lm-zeropp"], job)
@@ -370,6 +374,7 @@ def test_checkpointing_saves_activations_and_costs_time():
         (lambda: replace(NONE_KEPT, tokens=0), "tokens must be a whole number"),
         (lambda: replace(NONE_KEPT, tokens=1000, sequence=300), "must be a multiple of sequence"),
         (lambda: replace(NONE_KEPT, kept_parameters=-1), "kept_parameters must be 0 or more"),
+        (lambda: replace(NONE_KEPT, learning_rate=0), "learning_rate must be above 0"),
         (lambda: Hardware(0, 4300, 400), "intra_gbs must be above 0"),
         (lambda: replace(H200, link_efficiency=1.2), "link_efficiency is a share"),
         (lambda: replace(H200, host_per_block_ms=-1), "host_per_block_ms must be 0 or more"),
@@ -404,7 +409,7 @@ def test_command_line_prints_every_method():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True)
     lines, advice = done.stdout.split("\nrecommended: ")
     lines = lines.splitlines()
-    assert advice.startswith("zeropp-diff, ") and "\nrounds more: zeropp-2bit, " in advice
+    assert advice.startswith("zeropp-exact, ") and "\nrounds more" not in advice
     assert "7 B parameters" in lines[0] and "8 x 8 GPUs, 100 Gbit/s" in lines[0] and "modelled" in lines[0]
     assert [line.split()[0] for line in lines[3:]] == list(TABLE_METHODS)
     assert all("wire" in line for line in lines[3:])
@@ -433,6 +438,7 @@ def test_command_line_json_agrees_with_the_model(capsys):
         (["--params", "1K"], "more than the whole model of 1e+03"),
         (["--gbit", "inf"], "--gbit: inf: give a number above 0"),
         (["--kept", "nan"], "--kept: nan: give a number at least 0"),
+        (["--lr", "0"], "--lr: 0: give a number above 0"),
         (["--overlap", "nan"], "--overlap: nan: give a number at least 0, at most 1"),
         (["--tokens", "9" * 400], "give a whole number from 1 to 1000000000"),
         (["--methods", "zerop"], "there is no method 'zerop'"),
@@ -464,28 +470,67 @@ def test_scaling_plot(tmp_path, capsys):
         assert 0.95 * ends[0] < row.get("lowest", row.get("typical")) < row["highest"] < 1.05 * ends[-1]
 
 
-def test_adding_differences_takes_memory_traffic_once_a_step():
-    zeropp, diff = METHODS["zeropp"], METHODS["zeropp-diff"]
-    held = NONE_KEPT.model.parameters / NONE_KEPT.cluster.ranks_per_node
-    assert codec_bytes(diff, NONE_KEPT)[0] == pytest.approx((0.5 + 2 / 128 + 4 + 24) * held)
-    assert codec_bytes(diff, replace(NONE_KEPT, micro_batches=4))[0] == codec_bytes(diff, NONE_KEPT)[0] / 4
-    assert moved("zeropp-diff") < moved("zeropp")
-    four = replace(NONE_KEPT, micro_batches=4)
-    assert moved("zeropp-diff", four) == pytest.approx(moved("zeropp-diff"))
-    # Copies that memory does not hold are gathered each time, in 16 bits.
-    none = replace(NONE_KEPT, copies=0)
-    assert moved("zeropp-diff", none) > moved("zeropp", none) > moved("zeropp")
-    assert zeropp.difference_bytes is None
+EXACT = METHODS["zeropp-exact"]
+
+
+def test_differences_cross_once_a_step_and_take_memory_traffic():
+    """The own slice and what is held of it are read twice; the copies of all slices are read and written once."""
+    bits, four, none = 0.75 / 8, replace(NONE_KEPT, micro_batches=4), replace(NONE_KEPT, copies=0)
+    assert codec_bytes(EXACT, NONE_KEPT)[0] == pytest.approx((8 + bits) * PARAMETERS / 4 + (4 + bits) * PARAMETERS / 2)
+    assert codec_bytes(EXACT, four)[0] == codec_bytes(EXACT, NONE_KEPT)[0] / 4
+    assert moved("zeropp-exact", four) == pytest.approx(moved("zeropp-exact"))
+    # What memory has no copy of is gathered each time, in 16 bits.
+    assert moved("zeropp-exact", none) > moved("zeropp", none) > moved("zeropp")
+    assert codec_bytes(EXACT, none)[0] == 0
+    alone = replace(NONE_KEPT, cluster=Cluster(1, 4))
+    assert codec_bytes(EXACT, alone)[0] == 0 and memory_per_gpu(EXACT, alone).secondary == 0
+
+
+def test_differences_on_every_gpu_cross_within_the_node_too():
+    own = method_of(PluginConfig(weights={"difference": "exact"}, secondary={"scope": "rank"}))
+    forward = own.forward_traffic(NONE_KEPT)
+    assert forward.inter == pytest.approx(0.75 / 8 * PARAMETERS / 2)
+    assert forward.intra == pytest.approx(0.75 / 8 * PARAMETERS / 2)
+    assert EXACT.forward_traffic(NONE_KEPT).intra == pytest.approx(2 * PARAMETERS / 2)
+
+
+def test_a_smaller_learning_rate_sends_less():
+    """At 1e-3 exact differences send less than INT8 and more than INT4; at usual rates they send least of all."""
+    jobs = [replace(NONE_KEPT, learning_rate=10 ** (tenths / 10)) for tenths in range(-80, -9)]
+    sent = [moved("zeropp-exact", job) for job in jobs]
+    assert sent == sorted(sent) and len(set(sent[10:51])) == 41
+    high = moved("zeropp-exact", replace(NONE_KEPT, learning_rate=1e-3))
+    assert moved("zeropp-4bit") < high < moved("zeropp") < moved("lossless")
+    assert moved("zeropp-exact", replace(NONE_KEPT, learning_rate=1e-4)) < moved("zeropp-4bit")
+    for name in OF_ALL_WEIGHTS:
+        of_rates = {estimate(METHODS[name], job, H200).step_s for job in jobs[::10]}
+        assert (len(of_rates) == 1) != METHODS[name].differs, name
+
+
+def test_bits_of_differences():
+    """Along lines in logarithms between what was measured, and no further."""
+    bits = [difference_bits(rate) for rate in (1e-9, 1e-7, 1e-6, 3e-6, 1e-5, 1e-4, 1e-3, 1)]
+    assert bits == sorted(bits) and bits[0] == bits[1] and bits[-1] == bits[-2]
+    assert difference_bits(1e-5) == pytest.approx(0.75)
+    assert difference_bits(10**-5.5) == pytest.approx(math.sqrt(0.2 * 0.75))
+
+
+def test_the_learning_rate_is_an_option(capsys):
+    def sent(*words):
+        main(["--params", "7e9", "--gbit", "100", "--methods", "zeropp-exact", *words, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        return found["job"]["learning_rate"], found["methods"][0]["inter_bytes"]
+
+    assert sent() == sent("--lr", "1e-5") and sent("--lr", "1e-6") < sent() < sent("--lr", "2e-4")
 
 
 def test_the_tables_of_the_method():
     """docs/method.md shows what is computed here."""
     _, in_bytes, in_memory = re.split("## Bytes between nodes|## Memory", (ROOT / "docs/method.md").read_text())
     job = replace(NONE_KEPT, cluster=Cluster(8, 8, 10))
-    on_int8 = replace(METHODS["zeropp"], difference_bytes=METHODS["zeropp-diff"].difference_bytes)
-    others = {"DeepSpeed's ZeRO++": METHODS["in-tree"], "`zeropp-diff` on INT8": on_int8}
+    others = {"DeepSpeed's ZeRO++": METHODS["in-tree"]}
     rows = re.findall(r"^\| (.+?) \| ([\d. |]+) \|$", in_bytes, re.M)
-    assert len(rows) == 13
+    assert len(rows) == 11
     for label, cells in rows:
         method = others.get(label) or METHODS[label.strip("`")]
         here = replace(job, cluster=Cluster(8, 1, 10)) if label == "`zeropp-pcie`" else job
@@ -494,8 +539,9 @@ def test_the_tables_of_the_method():
         copy = memory_per_gpu(method, here).secondary / PARAMETERS * here.cluster.ranks_per_node
         wanted = [*(num_bytes / M for num_bytes in (*(one.inter for one in passes), *steps)), copy]
         assert [float(cell) for cell in cells.split("|")] == pytest.approx(wanted, abs=5.1e-4), label
-    whole = [METHODS[name].weight_bytes / 2 * 7 / 8 for name in ("zeropp-diff", "zeropp")]
-    assert "{:.3f} M of weights with 16 bits, {:.3f} M with INT8".format(*whole) in " ".join(in_bytes.split())
+    of_rates = [EXACT.forward_traffic(replace(job, learning_rate=rate)).inter / M for rate in (1e-6, 1e-4, 1e-3)]
+    said = "with 1e-6 its forward sends {:.3f}, with 1e-4 {:.3f}, with 1e-3 {:.3f}".format(*of_rates)
+    assert said in " ".join(in_bytes.split()) and f"sends {EXACT.weight_bytes / 2 * 7 / 8:.3f} M of weights" in in_bytes
     stock, least = (memory_per_gpu(METHODS[name], job) for name in ("stock", "fp8-lm-o2"))
     each = PARAMETERS / job.cluster.world_size
     for what, shown, of_stock, of_fp8 in (

@@ -308,9 +308,9 @@ def test_command_line_prints_every_method():
     command = [sys.executable, "-m", "zeropp_fp8.plan", "--params", "7e9", "--nodes", "8", "--lora-rank", "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True)
     *lines, advice = done.stdout.splitlines()
-    assert advice.startswith("recommended: zeropp")
+    assert advice.startswith("recommended: zeropp-exact, ")
     assert "LoRA of rank 16, 40.2 M trained" in lines[0]
-    names = ["stock", "stock-leaf", "lossless", "zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank"]
+    names = ["stock", "stock-leaf", "lossless", "zeropp", "zeropp-exact", "int8", "int4", "nf4", "qlora", "qlora-rank"]
     assert [line.split()[0] for line in lines[3:]] == names
 
 

@@ -18,12 +18,12 @@ def test_busy_seconds_are_a_union(starts_and_lengths):
     assert busy_seconds((start, start + length) for start, length in starts_and_lengths) == len(covered)
 
 
-def said(nodes=2, per_node=4, full=(), section=None, **shares):
-    """Return what a run is told; `full`: formats of the session that are none."""
+def said(nodes=2, per_node=4, full=(), differs=False, section=None, **shares):
+    """Return what a run is told; `full`: formats of the session that are none; `differs`: as in TravelFormats."""
     one = {"seconds": 0.2, "between": 0.1, "within": 0.1, "behind": 0.3, "messages": 100, "message_bytes": 4e6}
     topology = SimpleNamespace(nodes=nodes, ranks_per_node=per_node, world_size=nodes * per_node)
-    names = ("weights", "differences", "within", "between")
-    formats = SimpleNamespace(**{name: None if name in (*full, "differences") else "a format" for name in names})
+    named = {name: None if name in full else "a format" for name in ("weights", "within", "between")}
+    formats = SimpleNamespace(**named, differs=differs)
     config = PluginConfig(**(section or {}))
     return explained(
         StepShares(**{**one, **shares}), SimpleNamespace(topology=topology, config=config, formats=formats)
@@ -96,6 +96,7 @@ def test_what_is_not_quantized_is_named_with_its_key(case, says):
         {},
         {"full": ("within",)},  # not what crosses between nodes
         {"full": ("weights",), "section": {"frozen": {"format": "int4"}}},  # its codes travel
+        {"full": ("weights",), "differs": True},  # what has changed in them does
         {"nodes": 1, "per_node": 1, "between": 0.0, "within": 0.0, "full": BOTH},  # nothing does
     ],
 )

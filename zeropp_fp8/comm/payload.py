@@ -32,27 +32,6 @@ class SliceOrder:
         self.on_device = torch.tensor(self.slices, dtype=torch.int32, device="cpu").to(device)
 
 
-@dataclass(frozen=True)
-class Held:
-    """Previous weights of tensors, to which received differences are added.
-
-    Attributes:
-        layout: of the rows; its `partner_formats` are the formats of the differences, and the other way round.
-        rows: uint8 [rows, row bytes], contiguous.
-    """
-
-    layout: PayloadLayout
-    rows: Tensor
-
-    def of(self, i: int) -> Tensor:
-        """Return the previous weights of a tensor, uint8 [rows, size]."""
-        return self.layout._part(self.rows, i)
-
-    def values(self, i: int, rows: slice = slice(None)) -> Tensor:
-        """Decode the previous weights of a tensor to fp32 [rows, slice numel]."""
-        return self.layout.formats[i].decode_rows(self.of(i)[rows], self.layout.slice_numels[i], torch.float32)
-
-
 @functools.cache
 def _kernels() -> ModuleType:
     """Return the kernels, if Triton exists. An import statement would take three calls in Python, twice per launch."""
@@ -80,8 +59,7 @@ class PayloadLayout:
         formats: wire format of each tensor.
         dtypes: dtype of each tensor on this side of the wire.
         device: where the tensors live.
-        partner_formats: formats of the layout that `reduce_to_payload` writes or reads, or of the weights that
-            differences are added to, or the other way round; for the same tensors.
+        partner_formats: formats of the layout that `reduce_to_payload` writes or reads, for the same tensors.
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
         left_out: tensors that have a place in the rows but are neither encoded nor decoded here.
     """
@@ -158,14 +136,12 @@ class PayloadLayout:
         payload: Tensor,
         shared: SharedScales | None = None,
         residuals: Residuals | None = None,
-        held: Held | None = None,
     ) -> None:
         """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes].
 
         `shared`: the scales of all tensors, for those whose format is a SharedScaleFormat. Without it these are left
         out, for a caller that writes such codes itself. `residuals`: they are added to the rows, and replaced by what
-        rounding drops of the sums. `held`: the previous weights; the rows' differences to them are encoded. Unquantized
-        tensors have neither.
+        rounding drops of the sums. Unquantized tensors have none.
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
@@ -176,8 +152,6 @@ class PayloadLayout:
                 scales = shared.of(group.members, group.index)
             if residuals is not None and not group.wire_format.is_exact:
                 self._encode_with_residuals(index, members, order, payload, residuals)
-            elif held is not None and not group.wire_format.is_exact:
-                self._encode_differences(index, members, order, payload, held)
             elif group.segments is not None:
                 table = self._table(index, "source", members, group.segments)
                 _kernels().quantize(members[0], table, group.segments, order.on_device, payload, scales)
@@ -229,19 +203,6 @@ class PayloadLayout:
             dropped = wanted - group.wire_format.decode_rows(part, numel, torch.float32)
             residuals.wire_format.encode_rows(dropped.nan_to_num_(0.0, 0.0, 0.0), kept)
 
-    def _encode_differences(
-        self, index: int, members: list[Tensor], order: SliceOrder, payload: Tensor, held: Held
-    ) -> None:
-        group, theirs = self._groups[index], held.layout._groups[index]
-        if _can_add(group, theirs):
-            table = self._table(index, "source", members, group.segments)
-            sources = members[0], table, group.segments, order.on_device, payload
-            _kernels().quantize_differences(*sources, theirs.segments, held.rows)
-            return
-        for i, tensor in zip(group.members, members):
-            rows = slices_of(tensor, self.slice_numels[i], order).float() - held.values(i)
-            group.wire_format.encode_rows(rows, self._part(payload, i))
-
     def _residual_table(self, index: int, residuals: Residuals) -> object:
         """Return the table of a group's residuals in their rows."""
         key = (index, residuals.wire_format.key, *residuals.offsets)
@@ -278,35 +239,6 @@ class PayloadLayout:
                     group.wire_format.decode_rows(part, slice_numel, tensor.dtype, flat.view(-1, slice_numel))
                 else:
                     _write_slices(group.wire_format.decode_rows(part, slice_numel, tensor.dtype), order, flat)
-
-    def add(self, payload: Tensor, held: Held) -> Tensor:
-        """Add the decoded rows of `payload` to the previous weights; unquantized tensors replace them.
-
-        The addition is element by element, and the same on every device.
-
-        Returns:
-            fp32 [2, tensors], in any order: per tensor the largest magnitude of its differences and of its old weights.
-        """
-        counts = [len(group.members) for group in self._groups]
-        largest = torch.zeros(2, sum(counts), dtype=torch.float32, device=self.device)
-        for group, theirs, of_group in zip(self._groups, held.layout._groups, largest.split(counts, dim=1)):
-            if _can_add(group, theirs):
-                _kernels().add_differences(payload, group.segments, held.rows, theirs.segments, of_group)
-                continue
-            for i, of_tensor in zip(group.members, of_group.unbind(1)):
-                part, numel = self._part(payload, i), self.slice_numels[i]
-                if group.wire_format.is_exact:
-                    held.of(i).copy_(part)
-                    continue
-                for row in map(slice, range(len(part)), range(1, len(part) + 1)):  # in fp32 one at a time
-                    values, weights = (
-                        group.wire_format.decode_rows(part[row], numel, torch.float32),
-                        held.values(i, row),
-                    )
-                    norms = torch.stack([each.abs().amax() for each in (values, weights)])
-                    of_tensor.copy_(torch.maximum(of_tensor, norms))
-                    theirs.wire_format.encode_rows(values.add_(weights), held.of(i)[row])
-        return largest
 
     def _part(self, payload: Tensor, i: int) -> Tensor:
         """Return the bytes of tensor i in payload rows [..., row_bytes]."""
@@ -384,13 +316,6 @@ class PayloadLayout:
                     tensor += mean.to(tensor.dtype)
                 else:
                     tensor.copy_(mean)
-
-
-def _can_add(group: _Group, held: _Group) -> bool:
-    """Whether kernels can make and add differences of these formats."""
-    if group.segments is None or held.segments is None:
-        return False
-    return _kernels().can_add(group.segments, held.segments)
 
 
 def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:

@@ -26,12 +26,12 @@ from zeropp_fp8.config.sections import (
     SECTION,
     WIRE_FORMATS,
     ComputeConfig,
-    DifferenceConfig,
     FrozenConfig,
     GradientsConfig,
     OptimizerConfig,
     PluginConfig,
     WeightsConfig,
+    difference_bits,
 )
 from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
 from zeropp_fp8.config.words import ConfigError
@@ -50,7 +50,6 @@ __all__ = [
     "WIRE_FORMATS",
     "ComputeConfig",
     "ConfigError",
-    "DifferenceConfig",
     "FrozenConfig",
     "GradientsConfig",
     "OptimizerConfig",
@@ -61,6 +60,7 @@ __all__ = [
     "asks_for_plugin",
     "check_topology",
     "checked_compute",
+    "difference_bits",
     "find_ranks_per_node",
     "high_precision_gemms",
     "in_tree_keys",

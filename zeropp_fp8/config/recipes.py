@@ -34,14 +34,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "secondary": {"scope": "rank", "memory_gb": "auto"},
         "gradients": {**_ZEROPP_GRADIENTS, "error_feedback": True},
     },
-    # SDP4Bit (arXiv 2410.15526): changes of weights, in 4 bits, are added to a 16-bit copy of the weights in each node.
-    "zeropp-diff": {
-        "weights": {"difference": {"format": "int4", "block_size": 128}},
-        "secondary": {"scope": "node"},
-        "gradients": _ZEROPP_GRADIENTS,
-    },
-    "zeropp-2bit": {
-        "weights": {"difference": {"format": "int2", "block_size": 64}},
+    # Every rank has the 16-bit weights bit for bit: nodes send what has changed in them, without loss.
+    "zeropp-exact": {
+        "weights": {"difference": "exact"},
         "secondary": {"scope": "node"},
         "gradients": _ZEROPP_GRADIENTS,
     },

@@ -241,10 +241,6 @@ def _why_nothing_falls_back(c: Any) -> str:
     return f"what rests, as {rests}, stays rounded" if rests else "nothing is in low precision"
 
 
-def _difference(c: Any) -> bool:
-    return c.weights.difference.format != "none"
-
-
 # {field: (what it belongs to, whether that is there)}
 _BELONGING: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.scales": ("states in low precision", lambda c: c.stores_states_in_low_precision),
@@ -257,7 +253,6 @@ _BELONGING: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda c: c.frozen.format != "none" or not isinstance(c.frozen.modules, list),
     ),
     "secondary.memory_gb": ('"secondary.scope": "node" or "rank"', lambda c: c.secondary.scope != "none"),
-    "weights.difference.block_size": ('a "weights.difference.format" such as "int4"', _difference),
     "partition_split": ('"partition": "whole_tensor"', lambda c: c.partition == "whole_tensor"),
 }
 
@@ -279,11 +274,10 @@ PARTS: Rules = {
     '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
     '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
-    'to "node" or "rank", or remove it': lambda c: _difference(c) and c.secondary.scope == "none",
-    '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
-    'are added to would rest: set that to "none" (2 bytes per parameter and node) or "int8" (1.01), which layers '
-    "that compute in FP8 or MX cast as it arrives": lambda c: (
-        _difference(c) and c.weights.format not in ("none", "int8")
+    'to "node" or "rank", or remove it': lambda c: c.weights.difference != "none" and c.secondary.scope == "none",
+    '"{S}.weights.difference": "exact" is of weights in 16 bits and does not go with "weights.format": '
+    '"{c.weights.format}"; set that to "none", or remove one of the two': lambda c: (
+        c.weights.difference != "none" and c.weights.format != "none"
     ),
     '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
     'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"': lambda c: (
@@ -311,6 +305,7 @@ _OTHER_NAMES = {
     "stage3_use_all_reduce_for_fetch_params": ("use_all_reduce_for_fetch_params", True),
 }
 _OFFLOADS = ("offload_param", "offload_optimizer")
+_HALF_PRECISION = ("bf16", "bfloat16", "fp16")  # the second is DeepSpeed's old name of the first
 # Features that replace parts of ZeRO-3 which the plugin replaces too, and the values that mean "off".
 _CONFLICTS = {
     "zero_optimization.zenflow": (None, False),
@@ -357,6 +352,10 @@ HOST: Rules = {
     'plugin needs one group; set it to false, or remove "{S}" and the ZeRO++ keys': lambda c: bool(
         c.ds("expert_parallel.enabled")
     ),
+    '"{S}.weights.difference": "exact" is of weights in 16 bits, and these are in fp32; set "bf16.enabled" or '
+    '"fp16.enabled" to true, or remove it': lambda c: (
+        c.weights.difference != "none" and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)
+    ),
     '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
     'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true': lambda c: (
         c.computes_in_low_precision and not c.compute.allow_fp16 and bool(c.ds("fp16.enabled"))
@@ -398,10 +397,7 @@ HOST: Rules = {
 def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Rules:
     """Make the rules for keys that contradict the section."""
     chosen: dict[str, tuple[str, Callable[[Any], Any]]] = {
-        "zero_quantized_weights": (
-            "weights.format",
-            lambda c: c.weights.format if c.weights.difference.format == "none" else c.weights.difference.format,
-        ),
+        "zero_quantized_weights": ("weights.format", lambda c: c.weights.format),
         "zero_quantized_gradients": (
             "gradients.inter_format",
             lambda c: c.gradients.inter_format if c.gradients.inter_format != "none" else c.gradients.intra_format,

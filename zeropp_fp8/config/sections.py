@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict
 from typing_extensions import NotRequired, TypedDict
 
 from zeropp_fp8.config.words import Remarks
@@ -17,28 +19,43 @@ MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "
 FIXED_BLOCKS = {**dict.fromkeys(MX_FORMATS, 32), "nvfp4": 16}
 FP8_FORMATS, HALF_STEP_FORMATS = ("fp8_e4m3", "fp8_e5m2"), ("int3", "int2")
 _ON_THE_WIRE, _BETWEEN = "weights and gradients on the wire", "gradients between nodes"
-_DIFFERENCES, _FROZEN, _STATES = "weight differences", "frozen weights", "optimizer states"
+_FROZEN, _STATES = "frozen weights", "optimizer states"
 # The uses of each format: a new one needs only this, its file in formats/ and its line in the registry there.
 USES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _BETWEEN, _DIFFERENCES, _FROZEN)),
+    **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _BETWEEN, _FROZEN)),
     "fp8_e4m3": (_ON_THE_WIRE, _BETWEEN, _FROZEN, _STATES),
     "fp8_e5m2": (_ON_THE_WIRE, _BETWEEN, _STATES),
     **dict.fromkeys(FIXED_BLOCKS, (_ON_THE_WIRE, _BETWEEN, _FROZEN)),
-    **dict.fromkeys(HALF_STEP_FORMATS, (_DIFFERENCES, _BETWEEN)),
+    **dict.fromkeys(HALF_STEP_FORMATS, (_BETWEEN,)),
     "nf4": (_FROZEN,),
     "fp16": (_STATES,),
 }
-WIRE_FORMATS, BETWEEN_NODES_FORMATS, DIFFERENCE_FORMATS, FROZEN_FORMATS = (
-    tuple(name for name, uses in USES.items() if use in uses) for use in (_ON_THE_WIRE, _BETWEEN, _DIFFERENCES, _FROZEN)
+WIRE_FORMATS, BETWEEN_NODES_FORMATS, FROZEN_FORMATS = (
+    tuple(name for name, uses in USES.items() if use in uses) for use in (_ON_THE_WIRE, _BETWEEN, _FROZEN)
 )
 _ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_WIRE not in uses}
 ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
+# Measured at learning rates of 1e-7 to 1e-3: of fine-tuning, the last of training from nothing.
+_DIFFERENCE_BITS = (0.07, 0.2, 0.75, 2.7, 5.5)
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
 COMPUTE_FORMATS = ("none", "fp8", "fp8_hybrid", *MX_FORMATS)
 OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
+
+
+def difference_bits(learning_rate: float) -> float:
+    """About how many bits an exact difference of a bf16 weight takes under AdamW: along lines in logarithms."""
+    place = min(max(math.log10(learning_rate) + 7, 0), len(_DIFFERENCE_BITS) - 1)
+    low, high = _DIFFERENCE_BITS[math.floor(place)], _DIFFERENCE_BITS[math.ceil(place)]
+    return low * (high / low) ** (place % 1)
+
+
+def _without_options(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        raise ValueError('differences have no format and no block size any more; write "exact", or "none"')
+    return given
 
 
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20, multiple_of=2)]
@@ -82,34 +99,25 @@ class TopologyConfig(_Section):
     )
 
 
-class DifferenceConfig(_Section):
-    """Changes of weights, instead of the weights, cross between nodes; each node adds them to its copy of the weights.
-
-    This needs such a copy (`secondary.scope`). The copy is stored, and travels inside a node, in `weights.format`:
-    `none`, the weights' own 16 bits, or `int8` with half of the bytes, whose rounding is in the next difference. Frozen
-    weights send nothing after the first step. Whole weights cross in `weights.format` at start, when weights were
-    written from outside, and after a difference above a quarter of the largest weight of its tensor. Norms and biases
-    always cross as they are, and so do small weights that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
-    """
-
-    format: Literal[DIFFERENCE_FORMATS] = Field("none", description="none: all of the weights cross")
-    block_size: Annotated[int, Strict(), Field(ge=8, le=1 << 20, multiple_of=8)] = Field(
-        128, description="elements that share a scale"
-    )
-
-
 class WeightsConfig(_Section):
     """qwZ: the format in which weights travel when they are gathered.
 
     Parameters with fewer than two dimensions (norms, biases) always travel in their own 16 or 32 bits. A block that
     holds NaN or Inf decodes to NaN, so DeepSpeed's overflow checks see it.
+
+    Differences lose nothing: every rank computes with the weights of a gather in 16 bits, bit for bit. Each node adds
+    them to its copy of the weights (`secondary.scope`). Under AdamW a bf16 weight takes about 0.2 bits at a learning
+    rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4. Whole weights cross at start, and when anything but a step wrote them; so
+    do weights in fp32, and small ones that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """
 
     format: OnTheWire = Field("none", description="none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(256, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(False, description=_ROTATE)
     skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
-    difference: DifferenceConfig = DifferenceConfig()
+    difference: Annotated[Literal["none", "exact"], BeforeValidator(_without_options)] = Field(
+        "none", description="exact: between nodes, what has changed in weights of 16 bits since the last step"
+    )
 
 
 class SecondaryConfig(_Section):
@@ -350,7 +358,6 @@ class PluginConfig(_Section):
         return (
             self.quantizes_gradients
             or self.weights.format != "none"
-            or self.weights.difference.format != "none"
             or self.computes_in_low_precision
             or self.gradients.store_format != "none"
             or self.activations.wire_format != "none"

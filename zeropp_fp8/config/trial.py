@@ -98,7 +98,7 @@ def pieces_of(config: PluginConfig) -> list[str]:
     """Return the low-precision parts of a configuration, as pieces that can be given up one by one."""
     gradients, alone = config.gradients, config.gradients.scales == "block"
     used = {
-        "weights": config.weights.format != "none" or config.weights.difference.format != "none",
+        "weights": config.weights.format != "none",
         "gradients": config.quantizes_gradients and not alone,  # codes are added unchanged: all pieces or none
         "gradients_within": gradients.intra_format != "none" and alone,
         "gradients_between": gradients.inter_format != "none" and alone,

@@ -20,11 +20,13 @@ from zeropp_fp8.config import (
     Place,
     PluginConfig,
     check_topology,
+    difference_bits,
     find_ranks_per_node,
     in_tree_keys,
     load_ds_config,
 )
 from zeropp_fp8.config.resolve import is_asked
+from zeropp_fp8.config.words import at
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
 from zeropp_fp8.outputs import Parser, json_at, labelled, number, whole
@@ -72,13 +74,17 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
         remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
         found.problems.append(Problem(f'"{key}" is "auto"', remedy))
     filled = as_if_filled(given)
+    bf16 = filled.setdefault("bf16", {}) if asked & {"bf16.enabled", "fp16.enabled"} else None
+    if isinstance(bf16, dict) and not at(filled, ("fp16", "enabled")):
+        bf16["enabled"] = True  # a precision that will be filled in counts as 16 bits
     looked = look(filled, _data_parallel(filled, ranks))
     found.config, lines, remarks = looked.config, looked.lines, looked.remarks
     lines += _of_engine(found.config, ranks, ranks_per_node) if found.config is not None else []
     found.problems += [Problem(line) for line in lines]
     if found.config is not None:
         found.fields = dict(differing(found.config))
-        remarks = [*unused_fields(given.get(SECTION) or {}, found.config), *remarks]
+        unused = unused_fields(given.get(SECTION) or {}, found.config)
+        remarks = [*unused, *_large_differences(found.config, given), *remarks]
     elif not is_asked(filled):
         remarks = [
             f'nothing in it asks for the plugin: add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if '
@@ -168,6 +174,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def learning_rate(ds_config: Mapping[str, Any]) -> float | None:
+    """That of the ds_config's Adam or AdamW; None if it has neither, or a script or the Trainer gives it."""
+    kind, rate = at(ds_config, ("optimizer", "type")), at(ds_config, ("optimizer", "params", "lr"))
+    is_adam = isinstance(kind, str) and "adam" in kind.lower()
+    return rate if is_adam and isinstance(rate, float) and rate > 0 else None
+
+
+def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """A remark if most bits of weights change in each step at the ds_config's learning rate."""
+    rate, whole = learning_rate(ds_config), 8.06  # bits that a weight takes as `zeropp` sends it
+    if config.weights.difference != "none" and rate is not None and difference_bits(rate) > whole / 2:
+        yield (
+            f'"optimizer.params.lr": {rate:g} changes so much that "{SECTION}.weights.difference": "exact" takes about '
+            f'{difference_bits(rate):.2g} bits of a weight; "weights.format": "int8" takes {whole:g}, and no copy in 16'
+        )
+
+
 def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argparse.Namespace) -> tuple[Job, list]:
     """The job that is planned, and the plan's estimates of a step of stock and of this configuration.
 
@@ -184,6 +207,8 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
         arguments.kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
     if arguments.micro_batches is None:
         arguments.micro_batches = ds_config.get("gradient_accumulation_steps")
+    if arguments.lr is None:
+        arguments.lr = learning_rate(ds_config)
     job = plan.job_of(arguments, Cluster(nodes, each, arguments.gbit))
     hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
     own = replace(job, copies=memory * plan.GIGA) if isinstance(memory, float) else job

@@ -32,7 +32,7 @@ from zeropp_fp8.plan.recommend import Advice, recommend
 
 UNEVEN = 0.7  # of the median: a group this slow is named
 # Of an all-gather's rate: an all-to-all this slow is named. By NCCL's default it reached about 15 of 25 Gbit/s, and a
-# step of `zeropp-2bit` took 275 ms, with 16 sockets per channel 221 (benchmarks/results/two_nodes/h100-2-25gbit*).
+# step took 275 ms that took 221 with 16 sockets per channel (benchmarks/results/two_nodes/h100-2-25gbit*).
 SLOW_EXCHANGE = 0.8
 LEVELS = ("within", "between")
 START_S = 30  # for what is not waiting: imports, and the report

@@ -37,8 +37,7 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     """(fields, why they do nothing) for what this configuration does not do."""
     weights = config.weights
     if weights.format == "none":
-        others = ("skip_modules",) if weights.difference.format != "none" else ()
-        yield _fields("weights", config, "format", "difference", *others), '"weights.format" is "none"'
+        yield _fields("weights", config, "format", "difference"), '"weights.format" is "none"'
     if not config.quantizes_gradients:
         others = ("intra_format", "inter_format", "store_format", "scales")
         yield _fields("gradients", config, *others), "gradients are reduced by DeepSpeed, in 16 or 32 bits"

@@ -14,7 +14,7 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
     rounded = mx_format.round_trip(tensor, axis=0)
 
-For differences of weights, what was lost of which is in the next one, `half_steps.py` has elements of 2 and 3 bits.
+For gradients with error feedback, `half_steps.py` has elements of 2 and 3 bits.
 `nvfp4.py` has 4-bit floats with two scales. For weights that stay as they are, `nf4.py` holds 4-bit normal-float
 elements, `double_quantized.py` formats whose scales are quantized themselves, and `tensor_scaled.py` FP8 as linear
 layers multiply it. A weight of which each rank stores a part is encoded part by part:
@@ -23,7 +23,8 @@ layers multiply it. A weight of which each rank stores a part is encoded part by
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
 
 `shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from,
-`scale_table.py` what reductions take of them. `shapes.py` says which weights are matrices.
+`scale_table.py` what reductions take of them. `shapes.py` says which weights are matrices. `exact.py` is no format: it
+codes what has changed in 16-bit numbers, without loss, in as many bits as that takes.
 """
 
 from zeropp_fp8.formats.base import WireFormat

@@ -6,7 +6,7 @@ format:
     quantize.py       tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
     dequantize.py     payload rows -> tensors, NF4 and double-quantized scales included
     feed_back.py      quantize.py with error feedback
-    differences.py    how tensors differ from rows that are held -> payload rows, and what adds these to the held ones
+    exact.py          how 16-bit tensors differ from rows that are held -> payload rows, and what adds these to the rows
     reduce.py         payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
     launch_tables.py  the description of a launch
 
@@ -41,7 +41,7 @@ used: no nvcc, no build step.
 """
 
 from zeropp_fp8.kernels.wire.dequantize import dequantize
-from zeropp_fp8.kernels.wire.differences import add_differences, can_add, quantize_differences
+from zeropp_fp8.kernels.wire.exact import add_exact, encode_exact, make_headers
 from zeropp_fp8.kernels.wire.feed_back import can_feed_back, quantize_with_residuals
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable, decodes, supports, table_key
 from zeropp_fp8.kernels.wire.quantize import quantize
@@ -51,14 +51,14 @@ __all__ = [
     "KernelFormat",
     "SegmentTable",
     "TensorTable",
-    "add_differences",
-    "can_add",
+    "add_exact",
     "can_chain",
     "can_feed_back",
     "decodes",
     "dequantize",
+    "encode_exact",
+    "make_headers",
     "quantize",
-    "quantize_differences",
     "quantize_with_residuals",
     "reduce_to_payload",
     "reduce_to_tensors",

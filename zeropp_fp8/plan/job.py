@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from zeropp_fp8.config import difference_bits
+
 BYTES_16BIT = 2
 GBIT = 1e9 / 8  # bytes/s
 
@@ -191,6 +193,7 @@ class Job:
         lora: what is trained where it is not everything.
         copies: bytes that copies of codes may take on a GPU (`secondary.memory_gb`); no bound where not given.
         frozen: nothing is trained: the model only evaluates (a reference or reward model).
+        learning_rate: of AdamW; how many bits exact differences of weights take depends on it.
 
     Raises:
         PlanError: an impossible number; more adapted layers than a block has; adapters as large as what they adapt.
@@ -206,9 +209,11 @@ class Job:
     lora: Lora | None = None
     copies: float | None = None
     frozen: bool = False
+    learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
         require_whole(tokens=self.tokens, micro_batches=self.micro_batches)
+        require_positive(learning_rate=self.learning_rate)
         if self.sequence is not None:
             require_whole(sequence=self.sequence)
             if self.tokens % self.sequence:
@@ -230,6 +235,11 @@ class Job:
                 f"adapters of rank {lora.rank} (--lora-rank) are as large as matrices of {height:.0f} x {width:.0f}; "
                 f"give a rank below {height * width / (height + width):.0f}"
             )
+
+    @property
+    def difference_bytes(self) -> float:
+        """Bytes of an exact difference, per parameter."""
+        return difference_bits(self.learning_rate) / 8
 
     @property
     def sequence_length(self) -> int:

@@ -46,8 +46,7 @@ class Method:
         gather, weight_bytes: route of the forward gather, bytes per parameter of what travels.
         backward_gather, backward_bytes: the same for the backward pass. "rank": nothing travels, every rank has a copy.
         secondary_bytes: bytes per parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
-        difference_bytes: bytes per parameter that cross between nodes where differences are added to that copy; None
-            where the weights cross.
+        differs: exact differences cross between nodes and are added to that copy (Job.learning_rate); else weights.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes per parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
@@ -81,7 +80,7 @@ class Method:
     backward_gather: Route = "ring"
     backward_bytes: float = BYTES_16BIT
     secondary_bytes: float = 0.0
-    difference_bytes: float | None = None
+    differs: bool = False
     later_from_secondary: bool = False
     stored_bytes: float | None = None
     reduce: Route = "ring"
@@ -190,10 +189,10 @@ class Method:
             num_bytes = part.numel * (part.code_bytes or self.weight_bytes)
             from_copy = copied if self.later_from_secondary and (part.frozen or not first) else 0.0
             traffic += self._partly(from_copy, num_bytes, job.cluster)
-            if self.difference_bytes is not None and not from_copy and self.copy_ranks(job.cluster) is not None:
-                saved = copied * part.numel * (self.weight_bytes - self.difference_bytes)
-                nodes = job.cluster.nodes
-                traffic = replace(traffic, inter=traffic.inter - saved * (nodes - 1) / nodes)
+            if self.differs and not from_copy and self.copy_ranks(job.cluster) is not None:
+                left = 1 - copied * (1 - job.difference_bytes / self.weight_bytes)
+                in_node = left if self.backward_gather == "rank" else 1.0
+                traffic = replace(traffic, inter=left * traffic.inter, intra=in_node * traffic.intra)
         return traffic
 
     def backward_traffic(self, job: Job) -> Traffic:
@@ -274,8 +273,7 @@ def method_of(config: PluginConfig) -> Method:
         changes["backward_gather"] = "rank" if scope == "rank" else "node"
     if ring:
         changes |= {"gather": "ring", "backward_gather": changes.get("backward_gather", "ring")}
-    if weights.difference.format != "none":
-        changes["difference_bytes"] = element_bytes(weights.difference.format, weights.difference.block_size)
+    changes["differs"] = weights.difference != "none"
     if config.quantizes_gradients:
         intra, inter = (
             1.0 if gradients.scales == "tensor" else element_bytes(name, gradients.block_size)
@@ -335,7 +333,6 @@ _PEERS = [
 ]
 _OWN = [
     *(_own(recipe, recipe) for recipe in RECIPES),
-    _own("zeropp-diff-int8", "zeropp-diff", weights={"format": "int8"}),
     *(_own(f"{n}-world", n, gradients={"accumulate_in": "world"}) for n in ("zeropp", "zeropp-4bit", "zeropp-pcie")),
     _own("fp8-compute", "lossless", compute={"format": "fp8"}),
 ]
@@ -355,7 +352,7 @@ _STORES = [
 METHODS: dict[str, Method] = {method.name: method for method in (*_PEERS, *_OWN, *_STORES)}
 METHODS |= {
     f"{name}-compiled": replace(METHODS[name], name=f"{name}-compiled", compiled=True)
-    for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-2bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
+    for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-exact", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
     + ("fsdp2",)
 }
 # Not compiled, its casts are operations of torch, one after the other: 504 ms where 229 would be modelled
@@ -367,7 +364,8 @@ TABLE_METHODS = ("stock", "stock-leaf", *(name for name in RECIPES if METHODS[na
 TABLE_METHODS += ("in-tree", "fsdp2", "hsdp")
 LORA_METHODS = tuple(name for name in TABLE_METHODS[:-3] if not METHODS[name].cast_bytes)
 LORA_METHODS += tuple(method.name for method in _STORES)
-LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank")
+LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-exact")
+LORA_TABLE_METHODS += ("int8", "int4", "nf4", "qlora", "qlora-rank")
 
 
 def method_named(name: str) -> Method:

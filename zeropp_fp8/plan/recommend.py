@@ -23,14 +23,13 @@ from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, Estimate, estimate
 EXACT = ("stock", "lossless")  # bit for bit the same
 # Held-out loss above the reference, in percent: the largest mean of a group of three runs or more, and where there is
 # none of any group (docs/results.md; tests/plan/test_recommend.py reads the results). What was not measured by
-# itself has that of what rounds alike: `zeropp-pcie` of `zeropp`, -o2 of -o1, `fp8-lm-zeropp` of `fp8-lm`. `mxfp8`, no
-# faster before Blackwell, is there to be studied.
+# itself has that of what rounds alike or more: `zeropp-pcie` and `zeropp-exact` of `zeropp`, -o2 of -o1,
+# `fp8-lm-zeropp` of `fp8-lm`. `mxfp8`, no faster before Blackwell, is there to be studied.
 LOSS = {
+    "zeropp-exact": 0.1,
     "zeropp": 0.1,
     "zeropp-pcie": 0.1,
-    "zeropp-diff": 0.2,
     "qlora": 0.2,
-    "zeropp-2bit": 0.5,
     "fp8-lm-o1": 0.8,
     "fp8-lm-o2": 0.8,
     "fp8-lm": 1.1,
@@ -85,7 +84,7 @@ def _has_something_to_do(method: Method, job: Job, hardware: Hardware) -> bool:
         return False
     if world == 1 and method.stored_bytes is None:
         return not (method.quantizes_weights or method.secondary_bytes)
-    return nodes > 1 or method.difference_bytes is None
+    return nodes > 1 or not method.differs
 
 
 def _worth_it(found: Iterable[Estimate], before: float = math.inf) -> list[Estimate]:
@@ -130,6 +129,7 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     if chosen.memory.secondary:
         bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits per parameter"
         text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB per GPU"
+    text += f"; with AdamW at a learning rate of {job.learning_rate:g} (--lr)" * METHODS[chosen.method].differs
     for one in offered:
         text += f"\nrounds more: {one.method}, {1e3 * one.step_s:.1f} ms, loss up to {LOSS[one.method]} % higher"
     return Advice(chosen.method, text, found, offered)

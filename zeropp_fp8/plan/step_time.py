@@ -114,8 +114,8 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     Weights: read the 16-bit shard, write its codes; read all codes, write all weights in 16 bits, once a pass.
     Frozen weights that rest as codes, or whose copies stay from step to step, are encoded no more. One rank alone
     sends nothing and only decodes what rests as codes.
-    Weight differences: they and the copies that they are added to become fp32, which is added and becomes the copy; six
-    passes over fp32, once per step.
+    Weight differences, once per step: read the shard and what is held of it twice, write them; read them and the
+    copies, write the copies.
     Gradients: read 16 bits, write codes; read the node's contributions, write their mean as codes; read the nodes'
     contributions, write the fp32 mean. In one exchange there is no second encoding. Residuals are read and written.
     """
@@ -132,9 +132,10 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
         forward += one * part.numel
         backward += one * part.numel * gathered
     sharing = method.copy_ranks(job.cluster)
-    if method.difference_bytes is not None and sharing is not None:
-        one = method.difference_bytes + 2 * method.secondary_bytes + 6 * FP32_BYTES
-        forward += one * total / sharing / job.micro_batches
+    if method.differs and sharing is not None:
+        own, added = 4 * BYTES_16BIT + job.difference_bytes, 2 * BYTES_16BIT + job.difference_bytes
+        differing = sum(share * part.numel for part, share in method.copied(job) if not part.frozen)
+        forward += (own / world + added / sharing) * differing / job.micro_batches
     if method.quantizes_gradients and world > 1:
         intra, inter = method.gradient_intra, method.gradient_inter
         backward += (BYTES_16BIT + intra + 2 * method.residual_bytes) * total

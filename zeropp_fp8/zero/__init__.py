@@ -11,7 +11,6 @@ as_deepspeed.py     gradients, states and the layout of shards as DeepSpeed stor
 looking.py          DeepSpeed's safe_get_* and safe_set_*
 stage_part.py       the interface between a stage and a feature of training
 compute_scaling.py  the part for compute formats of linear layers
-held_weights.py     the part for cached weights that differences are added to
 extra_state.py      the state of all parts in a checkpoint, beside weights and optimizer states
 report.py           the table printed at start
 telemetry.py        all numbers of an engine, for reports, logs and progress lines

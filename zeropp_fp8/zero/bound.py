@@ -117,7 +117,7 @@ def in_full(session: Session, link: str) -> list[str]:
     gradients = formats.between if link == INTER else formats.within
     found = []
     # Frozen weights that are stored as codes are sent as codes.
-    if formats.weights is None and formats.differences is None and config.frozen.format == "none":
+    if formats.weights is None and not formats.differs and config.frozen.format == "none":
         found.append('"weights.format"')
     if gradients is None:
         found.append(f'"gradients.{link}_format"')

@@ -1,7 +1,7 @@
 """The plugin's entry in DeepSpeed's optimizer checkpoint: the extra state of all parts of a stage.
 
-It holds all that training depends on beside weights and optimizer states: residuals, amax histories, gradient scales,
-nodes' cached weights. Stock DeepSpeed ignores the entry.
+It holds all that training depends on beside weights and optimizer states: residuals, amax histories, gradient scales.
+Stock DeepSpeed ignores the entry.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def what_falls_back(session: Session) -> str:
     """Describes in words which things go to 16 or 32 bits when a job falls back, and which keep their format."""
     config, several = session.config, session.topology.world_size > 1
     formats = session.formats
-    weights = formats.differences or formats.weights
+    weights = formats.weights
     hops = {"within nodes": formats.within, "between nodes": formats.between}
     levels = {"within nodes": session.topology.ranks_per_node, "between nodes": session.topology.nodes}
     gradients = [f"{one.name} {hop}" for hop, one in hops.items() if one is not None and levels[hop] > 1]

@@ -70,10 +70,7 @@ class Looking:
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
         if param.requires_grad:
             self.stage.states.write(param, self._own(param, value), optim_state_key)
-        if optim_state_key is None:  # a master weight; the next step writes it to the shards
-            self.stage.gatherer.expect_large_step([param])
 
     def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
         if param.requires_grad:
             self.stage.states.write(param, self._own_of_local(param, value), optim_state_key)
-        self.stage.held.wrote_alone |= optim_state_key is None

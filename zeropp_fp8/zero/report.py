@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.config import PluginConfig
+from zeropp_fp8.config import PluginConfig, difference_bits
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zeropp_fp8.zero.gather.units import Unit
 
 GIGA = 1e9
+EXPECTED_RATE = 1e-5  # the learning rate for which bytes of differences are predicted
 
 
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[Row]:
@@ -63,11 +64,11 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
     weights = session.config.weights
     if session.topology.world_size == 1:
         return "one rank: nothing is sent"
-    if unit.first_bytes_of(param) != unit.bytes_of(param):
+    if unit.difference.is_on:
         return "in each node, where differences are added to them"
     if not wire_format.is_exact:
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
-    if is_vector(sharded.shape(param)) and (weights.format != "none" or session.formats.differences):
+    if is_vector(sharded.shape(param)) and weights.format != "none":
         return "fewer than 2 dimensions: norms and biases stay in high precision"
     return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
 
@@ -82,7 +83,7 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
     else:
         kept = sum(unit.numel for unit in gatherer.units if unit.keeps_secondary)
         remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there"
-        how = "added to" if session.formats.differences else "as received"
+        how = "added to" if session.formats.differs else "as received"
         rows.append(("secondary shard", how, kept, remark if kept else "no unit fits"))
         if config.secondary.memory_gb != "all":
             others = sum(unit.numel for unit in gatherer.units) - kept
@@ -115,36 +116,31 @@ def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[Row]:
 
 def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     """Rows on weight differences, if these are sent between nodes, and on the copies that they are added to."""
-    if session.config.weights.difference.format == "none":
+    if session.config.weights.difference == "none":
         return []
-    chosen = session.formats.differences
-    if chosen is None:
+    if not session.formats.differs:
         one_node = "one rank or one node: no copy that differences could be added to; weights travel as they are"
         return [("weight differences", "none", 0, one_node)]
-    units = [unit for unit in gatherer.units if unit.keeps_secondary]
-    params = [p for unit in units for p in unit.params if unit.first_bytes_of(p) != unit.bytes_of(p)]
-    held = gatherer.route.reached * sum(unit.bytes_of(p) for unit in units for p in unit.params) / GIGA
-    remarks = (
-        f"{len(params)} tensors; all of them cross at start",
-        f"added to copies of {held:.3g} GB per rank",
-        without_kernel(session.device, chosen),
-    )
-    return [
-        ("weight differences", repr(chosen), sum(sharded.numel(p) for p in params), "; ".join(filter(None, remarks)))
-    ]
+    units = [unit for unit in gatherer.units if unit.difference.is_on]
+    params = [p for unit in units for p in unit.params]
+    held = gatherer.route.reached * sum(unit_of(p).bytes_of(p) for p in params) / GIGA
+    bits = ", ".join(f"{difference_bits(rate):.2g} at {rate:g}" for rate in (1e-6, EXPECTED_RATE, 1e-4))
+    remark = f"{len(params)} tensors; all of them cross at start, then (AdamW) bits by learning rate, {bits}"
+    numel = sum(map(sharded.numel, params))
+    return [("weight differences", "exact", numel, f"{remark}; added to copies of {held:.3g} GB per rank")]
 
 
 def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str, float]]:
     """Bytes that one rank sends in a step after the first, which gathers each parameter in forward and in backward.
 
-    Parameters that stay gathered between steps are gathered once."""
+    Parameters that stay gathered between steps are gathered once; differences are those of `EXPECTED_RATE`."""
     topology, world = session.topology, session.topology.world_size
     before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
-        held, differs = unit.bytes_of(param), unit.first_bytes_of(param) / max(1, unit.bytes_of(param))
+        held, differs = unit.bytes_of(param), difference_bits(EXPECTED_RATE) / 16 if unit.difference.is_on else 1
         # Copies of frozen weights stay valid from step to step: after the first step none are sent.
         is_kept = unit.keeps_secondary and is_frozen(unit)
         for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:

@@ -15,7 +15,6 @@ from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     FIXED_BLOCKS,
     ConfigError,
-    DifferenceConfig,
     GradientsConfig,
     Place,
     PluginConfig,
@@ -34,17 +33,20 @@ from zeropp_fp8.zero.stage_part import StagePart
 
 
 class TravelFormats:
-    """The wire formats of an engine's weights, of their differences, and of gradients within and between nodes, until
-    it falls back; None: 16 or 32 bits.
+    """The wire formats of an engine's weights, and of gradients within and between nodes, until it falls back; None: 16
+    or 32 bits.
 
-    `keeps_copy`: the ranks of a node share a copy of the weights; without it differences cannot be added to anything.
+    Attributes:
+        differs: what has changed in weights crosses, for which ranks must keep a copy of them (`keeps_copy`).
+        difference_bits: of a weight, in the last step; None until one has crossed.
     """
 
     def __init__(self, config: PluginConfig, world_size: int, keeps_copy: bool) -> None:
-        weights, gradients, difference = config.weights, config.gradients, config.weights.difference
+        weights, gradients = config.weights, config.gradients
         name = "none" if world_size == 1 else weights.format  # nothing is sent, so rounding gains nothing
         self.weights = _quantized(weights, name, weights.hadamard)
-        self.differences = _quantized(difference, difference.format) if keeps_copy else None
+        self.differs = keeps_copy and weights.difference != "none"
+        self.difference_bits: float | None = None
         rotates_within = gradients.hadamard and gradients.intra_format == "int4"
         self.within = _quantized(gradients, gradients.intra_format, rotates_within)
         self.between = _quantized(gradients, gradients.inter_format, gradients.hadamard)
@@ -54,7 +56,7 @@ class TravelFormats:
 
     def fall_back(self) -> None:
         """Set all formats to 16 or 32 bits. The caller must tell the parts of a stage (fall_back.py)."""
-        self.weights = self.differences = self.within = self.between = None
+        self.weights = self.within = self.between = None
         self.fell_back = True
 
 
@@ -146,9 +148,7 @@ def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_gr
     return found
 
 
-def _quantized(
-    section: WeightsConfig | DifferenceConfig | GradientsConfig, name: str, hadamard: bool = False
-) -> WireFormat | None:
+def _quantized(section: WeightsConfig | GradientsConfig, name: str, hadamard: bool = False) -> WireFormat | None:
     """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None

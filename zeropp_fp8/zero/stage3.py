@@ -26,7 +26,6 @@ from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.chunks import Ranges
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
-from zeropp_fp8.zero.held_weights import HeldWeights
 from zeropp_fp8.zero.looking import Looking
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.reduce.backwards import Backwards
@@ -94,9 +93,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self.gradients, self.states, self.layout = _where_numbers_rest(self, init_optimizer, offload)
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
         self.reduction.add_parts(list(module.parameters()))
-        self.held = HeldWeights(session, self.gatherer, self.param_names)
         report = session.config.report
-        session.parts.extend([FellBack(self), self.held])
+        session.parts.append(FellBack(self))
         session.parts.extend([StepWatch(session)] if report.diagnose else [])
         session.parts.extend([ProgressLine(session, report.every)] if report.every else [])
         self.gatherer.ownership.given_back = self._bring_shards_home

@@ -5,6 +5,7 @@ mb_between_nodes/gradients, ...          the same by kind (comm/ledger.py), with
 of_stock_between_nodes                   ratio to the bytes of stock ZeRO-3; of_stock_within_nodes on one node
 step_share_between_nodes, step_share_within_nodes        shares of a step's time in which these links are busy, whether
                                          or not something is computed meanwhile, once measured (bound.py)
+weight_difference_bits                   that a weight's difference takes between nodes, in the last step
 gradient_mu, gradient_saturated, gradient_vanished       if gradients share scales, see zeropp_fp8.wire_report
 numerics/weights/lowest_snr_db, ...      from the last sample, if the section's `numerics.every` asks for samples
 
@@ -36,6 +37,8 @@ def snapshot(session: Session, meter: Meter | None = None) -> dict[str, float]:
         found |= {f"mb_{where}/{kind}": links[link] / MEGA for kind, links in of_kinds if links[link]}
         if stock and (link == "inter" or session.topology.nodes == 1):
             found[f"of_stock_{where}"] = sent / stock
+    if session.formats.difference_bits is not None:
+        found["weight_difference_bits"] = session.formats.difference_bits
     for part in session.parts:
         found |= part.metrics()
     return found
@@ -86,6 +89,8 @@ class ProgressLine(StepMetrics, StagePart):
         stock = found.get("of_stock_between_nodes")
         ratio = "one node" if stock is None else f"{stock:.3f} x stock"
         line = f"a rank sends {between:.3f} MB between nodes ({ratio}) and {within:.3f} MB within its node per step"
+        if "weight_difference_bits" in found:
+            line += f"; weights: {found['weight_difference_bits']:.3f} bits"
         if "gradient_mu" in found:
             saturated, vanished = (100 * found[f"{_SCALING}{name}"] for name in ("saturated", "vanished"))
             line += f"; gradients: mu {found['gradient_mu']:.3g}, {saturated:.2g} % at the largest code, "
@@ -98,7 +103,7 @@ def formats(session: Session) -> dict[str, str]:
     config, states, travel = session.config, session.state_formats, session.formats
     chosen = {
         "weights": travel.weights,
-        "weight_differences": travel.differences,
+        "weight_differences": session.config.weights.difference if travel.differs else None,
         "gradients_within_nodes": travel.within,
         "gradients_between_nodes": travel.between,
         "compute": config.compute.format,

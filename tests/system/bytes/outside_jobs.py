@@ -59,9 +59,9 @@ def _sent(way, stays, folder):
     stored, chosen, metrics = way == "stored", random.Random(0), []
     config = section_of("zeropp", frozen=STORED) if stored else section_of(way)
     spec = Spec(config, "bf16", {"zero_optimization": STAYS[stays]}, adapted=freezing(*["mlp"] * stored))
-    # Steps after these work more: copies of frozen weights, and those that differences are added to, come anew when the
-    # weights were written; and after an evaluation in another order a step learns the order of fetches anew.
-    more = {"write"} if way in ("stored", "zeropp-diff") else set()
+    # Steps after these work more: copies of frozen weights come anew when the weights were written; and after an
+    # evaluation in another order a step learns the order of fetches anew.
+    more = {"write"} if way == "stored" else set()
     more |= {"last layers first"} if stays == "all" else set()
     names = sorted(BETWEEN.keys() - more)
     done = [(), *(chosen.sample(names, chosen.randrange(4)) for _ in range(STEPS - 1))]

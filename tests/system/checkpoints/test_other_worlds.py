@@ -8,7 +8,7 @@ from thinning import thinned
 RECIPES = {
     "lossless": ("lossless", {}),
     "zeropp": ("zeropp", {"gradients": {"error_feedback": True}}),
-    "zeropp-diff": ("zeropp-diff", {}),
+    "zeropp-exact": ("zeropp-exact", {}),
     "fp8-lm": ("fp8-lm", {}),
     "fp8-lm-o2": ("fp8-lm-o2", {}),
     "fp8-lm-zeropp": ("fp8-lm-zeropp", {}),

@@ -18,7 +18,7 @@ from running import Spec, backward, evaluated, forward, run, see, trained, updat
 
 from zeropp_fp8.config import ConfigError
 
-OVER_ONE_MODEL = ("lossless", "zeropp", "zeropp, rank's copy", "zeropp-diff", "whole tensors", "FP8 states")
+OVER_ONE_MODEL = ("lossless", "zeropp", "zeropp, rank's copy", "zeropp-exact", "whole tensors", "FP8 states")
 
 
 def _spec(kind, seed=0, trains=True):

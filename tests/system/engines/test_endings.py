@@ -92,7 +92,7 @@ def test_an_engine_that_is_collected_gives_nothing_back():
 
 def test_checkpoints_are_loaded_after_a_later_engine_has_ended(tmp_path):
     """DeepSpeed reads weights in the flat buffer that shards of the first were in."""
-    kinds = ["lossless", "FP8 states", "whole tensors", "zeropp-diff", "zeropp, no copy"]
+    kinds = ["lossless", "FP8 states", "whole tensors", "zeropp-exact", "zeropp, no copy"]
     for found in run_two(ending_jobs.loaded_after_a_later_one, kinds=kinds, folder=str(tmp_path), timeout=400):
         for kind, losses in found.items():
             assert losses[True] == losses[False], kind
@@ -122,7 +122,7 @@ def test_owners_that_fail_on_one_rank():
     assert run_two(failing_jobs.owners_failed_on_a_rank) == [None, True]
 
 
-@pytest.mark.parametrize("kind", ["zeropp", "zeropp-diff", "zeropp, no copy"])
+@pytest.mark.parametrize("kind", ["zeropp", "zeropp-exact", "zeropp, no copy"])
 def test_an_engine_that_fails_on_one_rank(kind):
     """Nothing that a rank does then needs the others, where parameters have no owners."""
     for left, (alone, after) in run_two(failing_jobs.failed_on_a_rank, kind=kind):
@@ -141,7 +141,7 @@ def test_an_engine_that_does_not_train_leaves_no_trace(name):
 
 def test_weights_that_were_written_while_a_later_engine_was_there():
     """Copies of the engines before it are of other weights then."""
-    kinds = ["zeropp", "zeropp, no copy", "zeropp-diff", "zeropp-2bit, on INT8", "whole tensors"]
+    kinds = ["zeropp", "zeropp, no copy", "zeropp-exact", "exact, whole tensors", "whole tensors"]
     for found in run_two(trace_jobs.written_while_later_ones_were_there, kinds=kinds, timeout=400):
         assert len(found) == 3 * len(kinds)
         for (kind, who), (new, again) in found.items():

@@ -72,7 +72,7 @@ def test_generation_inside(way, weights):
     run_two(jobs.generation_inside, way=way, weights=weights)
 
 
-@pytest.mark.parametrize("way", ["zeropp", "lossless", "fp8-lm", "zeropp-diff"])
+@pytest.mark.parametrize("way", ["zeropp", "lossless", "fp8-lm", "zeropp-exact"])
 @pytest.mark.parametrize(
     "gathered, waits_for",
     [(SOME[:2], "model.layers.1.self_attn.q_proj.weight and 8 more"), (SOME[1:], "model.embed_tokens.weight.")],

@@ -16,10 +16,8 @@ from running import Spec, backward, evaluate, evaluated, forward, on_engine, run
 # Ways in which training depends on more than weights and optimizer states.
 OWN_STATES = {
     "error feedback": ("zeropp", {"gradients": {"error_feedback": True}}),
-    "differences": ("zeropp-diff", {}),
-    "differences on INT8": ("zeropp-diff", {"weights": {"format": "int8"}}),
-    "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
-    "differences to whole tensors": ("differences to whole tensors", {}),
+    "differences": ("zeropp-exact", {}),
+    "differences, whole tensors": ("exact, whole tensors", {}),
     "FP8 states": ("FP8 states", {}),
     "some copies": ("zeropp-pcie, some copies", {}),
     "delayed scaling": ("lossless, delayed FP8 compute", {}),

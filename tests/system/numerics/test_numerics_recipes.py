@@ -36,7 +36,7 @@ CASES = {
 }
 # Each rank is a node: there is no hop within.
 CASES_OF_TWO = {
-    "zeropp-2bit": ({"recipe": "zeropp-2bit"}, {"weights", "gradients"}, WIRE),
+    "zeropp-exact": ({"recipe": "zeropp-exact"}, {"gradients"}, [piece for piece in WIRE if piece != "weights"]),
     "zeropp-pcie": ({"recipe": "zeropp-pcie"}, {"weights", "gradients"}, WIRE),
     "INT4 at rest, LoRA": (
         {"recipe": "qlora", "lora": True, "fields": {"frozen": {"format": "int4"}}},
@@ -72,7 +72,7 @@ def test_samples_and_a_watch_change_no_bit(case, found):
 def test_kinds_of_samples(case, found):
     samples = found[case][0][1]
     assert len(samples) == 3
-    for rows in samples[1:]:  # weights travel in full once, where differences do afterwards
+    for rows in samples[1:]:
         assert {row["kind"] for row in rows} == CASES[case][1]
         for row in rows:
             assert row["snr_db"] is None or 3 < row["snr_db"] < 120, row

@@ -61,7 +61,7 @@ RESUMED = [
     {"watch": "none"},
     {"recipe": "fp8-lm", **FP8_SMALL},
     {"recipe": "fp8-lm", "watch": "none", **FP8_SMALL},
-    {"recipe": "zeropp-diff"},
+    {"recipe": "zeropp-exact"},
     {"recipe": "qlora", "lora": True, "frozen": {"format": "int4"}},
 ]
 
@@ -92,8 +92,7 @@ FALLEN = [
         {"recipe": "zeropp-pcie", "secondary": {"memory_gb": 7e-5}, "topology": {"ranks_per_node": 1}},
         "weights that travel (int8), gradients that travel (int4 between nodes): 16 or 32 bits",
     ),
-    ({"recipe": "zeropp-diff"}, "weights that travel (int4), gradients"),
-    ({"recipe": "zeropp-2bit", "weights": {"format": "int8"}}, "weights that travel (int2), gradients"),
+    ({"recipe": "zeropp-exact"}, "gradients that travel (int8 within nodes, int4 between nodes): 16 or 32 bits"),
     (
         {"recipe": "zeropp", "secondary": {"scope": "none"}},
         "weights that travel (int8), gradients",
@@ -114,7 +113,7 @@ FALLEN = [
     ),
     ({"recipe": "fp8-lm", **FP8_SMALL}, f"GEMMs of linear layers (fp8): 16 or 32 bits; {STATES}"),
     (
-        {"recipe": "fp8-lm-zeropp", "weights": {"format": "none", "difference": {"format": "int4"}}, **FP8_SMALL},
+        {"recipe": "fp8-lm-zeropp", "weights": {"format": "none", "difference": "exact"}, **FP8_SMALL},
         f"gradients until the step (fp8_e4m3), GEMMs of linear layers (fp8): 16 or 32 bits; {STATES}",
     ),
     (

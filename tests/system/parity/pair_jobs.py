@@ -26,7 +26,7 @@ PARTS = {
     },
     "whole tensors": {"partition": "whole_tensor", "gradients": {"intra_format": "int8", "inter_format": "int4"}},
     "frozen store": {"frozen": {"format": "nf4", "double_quantize": True}},
-    "differences": {"weights": {"difference": {"format": "int4"}}, "secondary": {"scope": "node"}},
+    "differences": {"weights": {"difference": "exact"}, "secondary": {"scope": "node"}},
 }
 NEEDS = {"whole tensors": "qgZ", "differences": "hpZ"}
 
@@ -53,7 +53,7 @@ def what_is_on(engine):
         "FP8 optimizer": session.state_formats is not None,
         "whole tensors": isinstance(stage.layout, OwnerLayout),
         "frozen store": any(stored_weight(p) for p in engine.module.parameters()),
-        "differences": session.formats.differences is not None,
+        "differences": session.formats.differs,
     }
     return {name for name, is_on in on.items() if is_on}
 

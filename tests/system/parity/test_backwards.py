@@ -24,7 +24,7 @@ ROUNDED = [
     {"recipe": "zeropp", "fields": {"partition": "whole_tensor", **WORLD}},
     {"recipe": "zeropp", **OFFLOAD},
     {"recipe": "zeropp", "dtype": "fp16"},
-    {"recipe": "zeropp-diff", "fields": WORLD},
+    {"recipe": "zeropp-exact", "fields": WORLD},
     {"recipe": "fp8-lm-o1", "dtype": "bf16"},
     {"recipe": "fp8-lm-o2", "dtype": "bf16", "fields": WORLD},
     {"recipe": "fp8-lm", "dtype": "bf16"},

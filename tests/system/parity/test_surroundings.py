@@ -3,7 +3,7 @@
 import surrounding_jobs as jobs
 from ranks import run_two
 
-WAYS = [None, "zeropp", "zeropp-diff", "FP8 operands, node's copy", "fp8-lm", "fp8-lm-zeropp", "mxfp8"]
+WAYS = [None, "zeropp", "zeropp-exact", "FP8 operands, node's copy", "fp8-lm", "fp8-lm-zeropp", "mxfp8"]
 
 
 def test_they_change_nothing():

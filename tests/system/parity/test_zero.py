@@ -90,7 +90,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
 HELD_OUT = {
     "zeropp": (range(2), 0.007, 0.19),
     "zeropp-4bit": (range(3), 0.02, 0.13),
-    "zeropp-diff": (range(2), 0.007, 0.14),
+    "zeropp-exact": (range(2), 0.007, 0.25),  # at 2e-3 about 6 bits of a weight change
 }
 
 
@@ -100,11 +100,12 @@ def held_out_of_stock(dtype, seeds):
     return run_ranks(jobs.held_out_losses, world=1, ranks_per_node=1, dtype=dtype, runs=runs, ranks=4)[0]
 
 
-@pytest.mark.parametrize("recipe, dtype", thinned(HELD_OUT, ["fp32", "bf16"]))
+@pytest.mark.parametrize(
+    "recipe, dtype",
+    [case for case in thinned(HELD_OUT, ["fp32", "bf16"]) if case[0] != "zeropp-exact"] + [("zeropp-exact", "bf16")],
+)
 def test_held_out_loss_and_bytes(recipe, dtype):
     """zeropp within 0.7 % of stock, zeropp-4bit within 2 %; bytes between nodes 0.19 x and 0.13 x.
-
-    Differences in 4 bits are as near as the first (0.36 % in fp32).
 
     Means over seeds; five seeds differ from stock by 0.34 +- 0.07 % and 0.7 +- 0.5 % (standard deviation), so 4 bits
     need more of them. Stock runs on one rank with the batches of all four: the losses are those of four ranks to 4
@@ -159,10 +160,9 @@ FED_BACK = {"gradients": {"error_feedback": True}}
         ("zeropp", None, "bf16"),
         ("zeropp-4bit", FED_BACK, "bf16"),
         ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}, "bf16"),
-        ("zeropp-diff", None, "bf16"),
-        ("zeropp-diff", {"weights": {"format": "int8"}}, "fp32"),
-        ("zeropp-diff", {"partition": "whole_tensor"}, "bf16"),
-        ("zeropp-2bit", {"secondary": {"scope": "rank"}}, "bf16"),
+        ("zeropp-exact", None, "bf16"),
+        ("zeropp-exact", {"partition": "whole_tensor"}, "bf16"),
+        ("zeropp-exact", {"secondary": {"scope": "rank"}}, "bf16"),
     ],
 )
 def test_checkpoints(recipe, fields, dtype):

@@ -13,7 +13,7 @@ CASES = {
     "tied": ("lossless", True, "fp32"),
     "node's copy": ("FP8 operands, node's copy", False, "bf16"),
     "owners": ("fp8-lm", False, "bf16"),
-    "differences": ("zeropp-diff", False, "bf16"),
+    "differences": ("zeropp-exact", False, "bf16"),
 }
 
 

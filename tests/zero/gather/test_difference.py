@@ -16,16 +16,16 @@ INT4, EXACT = make_format("int4", block_size=32), make_format("none", dtype=torc
 def pair(numel=64, **options):
     """A difference of one matrix in fp32, and a payload that holds ones."""
     contents = Contents([numel], [EXACT], [INT4])
-    one = Difference(contents, contents, CPU, **options)
+    one = Difference(contents, [contents], [INT4.payload_bytes(numel)] * 2, CPU, **options)
     one.begin()
     return one, EXACT.encode_rows(torch.ones(2, numel))
 
 
 def send(one, held, weights):
-    brought = torch.empty(2, one.brought.row_bytes, dtype=torch.uint8)
+    brought = torch.empty(2, one.sizes[0], dtype=torch.uint8)
     for rank in range(2):
         one.encode([weights[rank]], held[rank : rank + 1], brought[rank : rank + 1])
-    one.add(brought, held)
+    one.add([brought], [held])
     return EXACT.decode_rows(held, weights.shape[1], torch.float32)
 
 
@@ -45,10 +45,10 @@ def test_padding_is_zero_whatever_a_difference_brings():
     one, held = pair(numel)
     held = EXACT.encode_rows(torch.zeros(2, numel))
     for step in range(20):
-        brought = torch.empty(2, one.brought.row_bytes, dtype=torch.uint8)
+        brought = torch.empty(2, one.sizes[0], dtype=torch.uint8)
         for rank in range(2):
             one.encode([torch.full((40,), 0.1 * step)], held[rank : rank + 1], brought[rank : rank + 1])
-        one.add(brought, held)
+        one.add([brought], [held])
     assert EXACT.decode_rows(held, numel, torch.float32)[:, 40:].abs().max() < 0.05
 
 

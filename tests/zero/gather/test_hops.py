@@ -11,7 +11,6 @@ from zeropp_fp8.comm import lanes
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.zero.gather import hops as hops_module
 from zeropp_fp8.zero.gather import units as units_module
-from zeropp_fp8.zero.gather.difference import Fits
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 
@@ -67,14 +66,14 @@ class PlayedLane:
 class PlayedUnit(Unit):
     """Writes down what it is asked to do, as differences or as a whole."""
 
-    held_bytes = gathered_bytes = brought_bytes = 16  # the unit is its own delta
+    held_bytes = gathered_bytes = brought_bytes = 16  # the unit is its own difference
+    is_unknown = False
 
     def __init__(self, index, streams, route, brings_differences):
         param = SimpleNamespace(ds_id=index, ds_numel=1, ds_status=ZeroParamStatus.NOT_AVAILABLE, requires_grad=True)
         nothing = dict.fromkeys(("check_usable", "check_untouched", "note"), lambda params: None)
         super().__init__([param], SimpleNamespace(route=route, **nothing))
-        self.index, self.streams, self.delta, self.is_due = index, streams, self, brings_differences
-        self.aside = {}
+        self.index, self.streams, self.difference, self.is_due = index, streams, self, brings_differences
         self.keeps_secondary, self.secondary = True, torch.empty(16, dtype=torch.uint8)
 
     def bytes_in(self, wire_format, param):
@@ -118,7 +117,7 @@ def played(request, monkeypatch):
             monkeypatch.setattr(module, "after", streams.after)
         session = SimpleNamespace(ledger=WireLedger(2, request.param))
         route = SimpleNamespace(session=session, device=torch.device("cuda"), world_size=2 * request.param)
-        route.last, route.fits = SimpleNamespace(size=request.param), Fits()
+        route.last = SimpleNamespace(size=request.param)
         gatherer = Gatherer(route, [])
         units = [PlayedUnit(index, streams, route, brings_differences) for index in range(UNITS)]
         gatherer.ownership.units = units

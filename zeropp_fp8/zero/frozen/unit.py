@@ -32,7 +32,7 @@ class StoredUnit(SlicedUnit):
     """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
 
     storage: Stored
-    rows_held = 0  # codes never change by a little
+    may_differ = False  # codes never change by a little
 
     def format_of(self, param: Parameter) -> WireFormat:
         return stored_weight(param).wire_format

@@ -7,8 +7,7 @@ storage.py       how parameters are stored; exact gathers and writing back of se
 sliced.py        the default storage: slices of numbers, encoded for the wire
 waiting.py       the error message if parameters never come
 buffers.py       offsets in a unit's buffers
-difference.py    weight differences between nodes, and the copies that they are added to
-delta.py         differences of one unit, and its copies
+difference.py    exact differences of 16-bit weights between nodes, added to the copies
 gemm_weights.py  weights whose gathered bytes are a GEMM operand
 secondary.py     chooses the units that keep the results of the first hops
 ownership.py     attaches parameters to an engine, and detaches them

@@ -68,16 +68,6 @@ def by_unit(params: Iterable[Parameter]) -> dict[Unit, list[Parameter]]:
     return units
 
 
-def units_with(param: Parameter) -> list[Unit]:
-    """The units of a parameter in all engines over it, the last one's first."""
-    state: ParameterWire | None = sharded.known(param).wire
-    found = []
-    while state is not None:
-        found.append(state.unit)
-        state = state.before
-    return found
-
-
 def by_storage(params: Iterable[Parameter]) -> list[tuple[Storage, list[Parameter]]]:
     """(storage, parameters) in the order of each first parameter; storages that send shards as they are come last.
 

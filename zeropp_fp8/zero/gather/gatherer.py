@@ -36,7 +36,6 @@ from zeropp_fp8.zero.gather.attached import (
     partition_by_engine,
     unit_of,
     units_of,
-    units_with,
 )
 from zeropp_fp8.zero.gather.hops import Hops
 from zeropp_fp8.zero.gather.ownership import Ownership
@@ -75,7 +74,7 @@ class Gatherer:
         self.route, self.session, self.device = route, route.session, route.device
         self.ownership = Ownership(self, storages)
         self.module_depth = 0
-        self.hops = Hops(route)
+        self.hops = Hops(route, lambda: self.units)
         self.secondary = SecondaryShards(route.session)
         self.live_numel = 0
         self.resident = False
@@ -135,23 +134,6 @@ class Gatherer:
             self.release(unit)
             self.hops.cancel(unit)
         self.hops.settle()
-
-    # -- secondary shards in checkpoints ---------------------------------------------------------------------------
-
-    def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
-        """The state of this rank's weights in each unit's copy, by the names of the unit's parameters."""
-        self.hops.settle()
-        states = ((unit, unit.delta.state()) for unit in self.ownership.all_units)
-        return {tuple(names.get(p, "") for p in unit.params): state for unit, state in states if state}
-
-    def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
-        """Restore the copies of `held_states` at the next gather of each unit.
-
-        Call it on every rank, after the weights have been loaded.
-        """
-        for unit in self.units:
-            unit.delta.large_step = False
-            unit.delta.aside = states.get(tuple(names.get(p, "") for p in unit.params), {})
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -293,7 +275,6 @@ class Gatherer:
                     sharded.attached(param).lossy = False
             if written:  # after the write: the gather lane waits for the current stream's work
                 self.weights_changed(written)
-                self.expect_large_step(written)  # the step restores the master weights' values
                 if self.session.conversion is not None:
                     # Forget the amax history of operands. Delayed scaling would let new operands saturate until a step
                     # has seen them, in evaluations too. This concerns all layers, not only the written one: inputs of
@@ -305,7 +286,7 @@ class Gatherer:
     def weights_changed(self, params: Iterable[Parameter] | None = None, by_step: bool = False) -> None:
         """Forget all that was derived from `params` (None: all, even frozen). Call it on every rank, after the write.
 
-        `by_step`: an optimizer step wrote them, so differences to copies are small.
+        `by_step`: an optimizer step wrote them, so few bits of copies have changed.
 
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
@@ -329,11 +310,6 @@ class Gatherer:
         for storage in self.ownership.storages:
             storage.changed(params)
         self.hops.written()
-
-    def expect_large_step(self, params: Iterable[Parameter]) -> None:
-        """Expect a larger change than usual from the next step of any engine over the parameters. Call on all ranks."""
-        for unit in (unit for param in params for unit in units_with(param)):
-            unit.delta.large_step = True
 
     def formats_changed(self) -> None:
         """Use other wire formats from now on. Call it between steps, on every rank; collective."""

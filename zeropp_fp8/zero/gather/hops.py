@@ -2,7 +2,7 @@
 
 On a GPU the hops run on lanes (streams) of their own: encoding and the hop between nodes on one, the hop within nodes
 on another, so that consecutive units use both kinds of link at the same time. If nodes exchange differences
-(delta.py), a third lane adds them to the copies. The lanes are far ahead of the computation, so a user of a unit's
+(difference.py), a third lane adds them to the copies. The lanes are far ahead of the computation, so a user of a unit's
 result waits for that unit, never for a lane.
 
 A gather's buffers are of the compute stream's memory, for that gather alone: where the activations take most, no gather
@@ -13,12 +13,13 @@ lost (benchmarks/results/before_after/h200-2-nvlink-buffers.json), for it starts
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from zeropp_fp8.comm.all_gather import gather_through
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, stream_number, used_last
-from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import PendingGather, Unit
 
@@ -33,8 +34,9 @@ class Hops:
         pending_numel: elements of units whose values are on their way.
     """
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, units: Callable[[], Sequence[Unit]]) -> None:
         self.route, self.device, self._ledger = route, route.device, route.session.ledger
+        self._units = units  # all that this engine gathers
         self.pending_numel = 0
         self._network = Lane(self.device)
         self._node = Lane(self.device)
@@ -65,18 +67,18 @@ class Hops:
         if unit.pending is not None or unit.secondary_is_current or unit.shards_are_values:
             return
         unit.lay_out()
-        if unit.delta.aside and self._hold_again(unit):
-            return
         if unit.prepare():
             self.written()
         pending, at_rest = PendingGather(unit), unit.at_rest()
         pending.held = self._held_buffer(pending) if at_rest is None else at_rest
         with self._network, self._ledger.billed(unit.copy_bill if unit.keeps_secondary else pending.bill):
             after(self._weights_ready)
-            differs = unit.delta.is_due
+            differs = unit.difference.is_due
             if differs:
-                pending.brought = self._brought_ring.take(unit.delta.brought_bytes)
-                pending.first_work = unit.delta.send(pending.held, pending.brought)
+                if unit.difference.is_unknown:
+                    self._agree()
+                pending.brought = self._brought_ring.take(unit.difference.brought_bytes)
+                pending.first_work = unit.difference.send(pending.held, pending.brought)
             elif at_rest is None:
                 pending.first_work = unit.first_hops(pending.held)
             if not pending.first_work:
@@ -89,17 +91,28 @@ class Hops:
             while len(self._coming) >= _MOST_COMING:
                 self._add_differences(self._coming[0])
 
+    def _agree(self) -> None:
+        """Let all ranks know how long the payloads of all differences are. The host waits for the weights."""
+        for unit in self._units():
+            unit.lay_out()
+        units = [unit for unit in self._units() if unit.difference.is_unknown]
+        needs = torch.cat([unit.difference.measure() for unit in units])
+        rows = gather_through(needs.view(torch.uint8), self.route.levels, self._ledger).view(torch.int64)
+        of_ranks = rows.view(-1, len(units))[self.route.rows_in_rank_order].t().tolist()
+        for unit, sizes in zip(units, of_ranks):
+            unit.difference.agree(sizes)
+        sent = sum(sum(unit.difference.sizes) for unit in units)
+        self.route.session.formats.difference_bits = 8 * sent / sum(unit.numel for unit in units)
+
     def _add_differences(self, unit: Unit) -> None:
         """Add the differences of a unit to its copy once they have arrived; on a CPU the host waits for them."""
         pending = unit.pending
         self._coming.remove(unit)
         with self._adding:
             unit.wait_for(pending.first_work)
-            unit.delta.add(pending.brought, pending.held)
+            unit.difference.add(pending.brought, pending.held)
             self._brought_ring.give_back(pending.brought)
             pending.filled = mark(self.device)
-            if not self._coming:  # the last one of this forward: the copy has time until the end of the step
-                self.route.fits.bring_to_host()
         pending.first_work, pending.brought = [], None
 
     def _held_buffer(self, pending: PendingGather) -> Tensor:
@@ -171,17 +184,3 @@ class Hops:
                 pending.wait_for_first_hops()
         pending.wait()
         self.end(unit)
-
-    def _hold_again(self, unit: Unit) -> bool:
-        """Fill a unit's secondary shard with the state put aside; returns whether it is current. Collective."""
-        state = unit.delta.take_aside()
-        if not state:
-            return False
-        unit.secondary = self._held_buffer(PendingGather(unit))
-        with self._ledger.counting(OUTSIDE), self._network:
-            after(self._weights_ready)
-            unit.wait_for(unit.delta.hold_again(state, unit.secondary))
-            self._node.after_current()
-        self._network.before_current()
-        unit.secondary_is_current = state["current"]
-        return unit.secondary_is_current

@@ -9,7 +9,6 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.gather.difference import Fits
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.session import Session
 
@@ -20,10 +19,10 @@ class Route:
     Attributes:
         before, last: levels of the hops up to the secondary shard, and of the one after it.
         reached, own_row: number of rows (one per rank) that the hops before it bring, and the index of this rank's row.
+        held_ranks: the ranks whose rows those hops bring, in the order of the rows.
         rank_order: the order of the rows that the last hop brings.
         rows_in_rank_order, row_of_slice: int64 and int32 [ranks], the row that holds the slice of rank r.
         gemm_weights: the weights that are sent as operands of a product.
-        fits: whether weight differences fitted.
     """
 
     def __init__(self, session: Session) -> None:
@@ -35,15 +34,14 @@ class Route:
         for level in self.before:
             self.own_row += level.rank * self.reached
             self.reached *= level.size
+        sizes = [level.size for level in self.levels]
+        self.held_ranks = ranks_held(sizes, len(self.before), session.topology.rank)
         self.one_row = SliceOrder([0], self.device)
-        self.rank_order = SliceOrder(
-            ranks_held([level.size for level in self.levels], len(self.levels), 0), self.device
-        )
+        self.rank_order = SliceOrder(ranks_held(sizes, len(sizes), 0), self.device)
         rows = self.rank_order.slices
         self.rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
         self.row_of_slice = self.rows_in_rank_order.to(torch.int32)
         self.gemm_weights = GemmWeights(session)  # empty until parameters are attached
-        self.fits = Fits()
 
     @property
     def in_rank_order(self) -> bool:

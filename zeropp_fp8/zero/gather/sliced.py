@@ -18,7 +18,7 @@ from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.buffers import Places, Regions
-from zeropp_fp8.zero.gather.difference import Contents
+from zeropp_fp8.zero.gather.difference import Difference, Rows
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.storage import Storage
@@ -45,6 +45,8 @@ class SlicedUnit(Unit):
         packed: parameters in the payload; `operands`: the others.
         payload: uint8 [row bytes], kept on a CPU without a secondary shard, so that it is made once per step.
     """
+
+    may_differ = True
 
     def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
         super().__init__(params, storage, persistent)
@@ -74,8 +76,7 @@ class SlicedUnit(Unit):
         self._encoded_numels = self._unpadded_numels()
         self._exact = [self.is_exact(p) for p in self.packed]
         self.payload = None  # it was made for the old layout
-        contents = Contents(numels, formats, [self.delta.format_of(p) for p in self.packed])
-        self.delta.lay_out(contents, contents)
+        self.difference = Difference(self)
 
     def _not_decoded(self) -> list[int]:
         """Indices of `packed` whose codes go to an operand directly."""
@@ -102,7 +103,7 @@ class SlicedUnit(Unit):
     def first_hops(self, held: Tensor) -> list[dist.Work]:
         regions, own_row = self._regions.all_of(held, self.route.reached), self.route.own_row
         self._encode([rows[own_row : own_row + 1] for rows in regions])
-        self.delta.begin()
+        self.difference.begin()
         return self._exchange(regions)
 
     def _exchange(self, regions: list[Tensor]) -> list[dist.Work]:
@@ -120,26 +121,30 @@ class SlicedUnit(Unit):
             works = start_regions(results, mine, level, route.session.ledger)
         return works
 
-    # -- differences (delta.py) --------------------------------------------------------------------------------------
+    # -- differences (difference.py) -----------------------------------------------------------------------------------
 
-    def own_row_of_differences(self, brought: Tensor) -> Tensor:
+    def difference_rows(self) -> tuple[Rows, list[Rows]]:
+        dtypes = list(map(sharded.wire_dtype, self.packed))
+        rows = Rows([sharded.shard_numel(p) for p in self.packed], dtypes, self.route.device)
+        return rows, [rows]
+
+    def agreed(self, sizes: list[int]) -> list[int]:
+        return [max(sizes)] * len(sizes)
+
+    def own_row_of_differences(self, brought: Tensor, sizes: Sequence[int]) -> Tensor:
         return brought.view(self.route.reached, -1)[self.route.own_row : self.route.own_row + 1]
 
-    def bring_differences(self, brought: Tensor) -> list[dist.Work]:
-        return self._exchange([brought.view(self.route.reached, -1)])
+    def bring_differences(self, brought: Tensor, sizes: Sequence[int]) -> list[dist.Work]:
+        return self._exchange(self.rows_of_differences(brought, sizes))
 
-    @property
-    def rows_held(self) -> int:
-        return self.route.reached
+    def rows_of_differences(self, brought: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return [brought.view(self.route.reached, -1)]
 
-    def held_rows(self, held: Tensor) -> Tensor:
-        return self._regions.of(held, 0, self.route.reached)
+    def held_rows(self, held: Tensor) -> list[Tensor]:
+        return [self._regions.of(held, 0, self.route.reached)]
 
     def own_held_row(self, held: Tensor) -> Tensor:
-        return self.held_rows(held)[self.route.own_row : self.route.own_row + 1]
-
-    def bring_own_row(self, held: Tensor) -> list[dist.Work]:
-        return self._exchange([self.held_rows(held)])
+        return self.held_rows(held)[0][self.route.own_row : self.route.own_row + 1]
 
     def shards(self) -> list[Tensor]:
         """This rank's slices of packed parameters, flat, without padding."""
@@ -236,7 +241,7 @@ class Sliced(Storage):
     def attach(self, params: Sequence[Parameter]) -> None:
         super().attach(params)
         for param in params:
-            # DeepSpeed leaves padding uninitialized. A NaN there would be a difference that is always too large.
+            # DeepSpeed leaves padding uninitialized. What is held of it are zeros.
             sharded.shard(param).view(-1)[self.route.session.own_numel(param) :].zero_()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:

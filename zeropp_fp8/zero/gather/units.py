@@ -4,8 +4,8 @@ Stock ZeRO-3 runs Python for every parameter and every module; on NVLink a 1.33B
 under FSDP2. A unit runs it once for a whole transformer block.
 
 A unit knows how its parameters are sent; gatherer.py and hops.py never ask. Its storage says how the ranks keep them:
-as slices of numbers (sliced.py), codes (frozen/unit.py), or whole tensors on owners (owners/unit.py). Its delta
-(delta.py) decides whether the whole weights are sent, or only their changes.
+as slices of numbers (sliced.py), codes (frozen/unit.py), or whole tensors on owners (owners/unit.py). Its difference
+(difference.py) decides whether the whole weights are sent, or only what has changed in them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeropp_fp8.comm.lanes import after
 from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.gather.delta import Delta
+from zeropp_fp8.zero.gather.difference import Difference
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.waiting import named
@@ -102,7 +102,7 @@ class Unit(ABC):
         pending: its pending gather.
         keeps_secondary: the first hops' result stays until the weights change (secondary.py decides).
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it has the current weights.
-        delta: updates the secondary shard by differences; `rows_held`: see HoldsRows.
+        difference: updates the secondary shard; `may_differ`: see HoldsRows.
         copy_bill, bill: bytes sent outside of steps for the secondary shard, and for the values (comm/ledger.py).
         layout: offsets in buffers; None until `lay_out`, and again after formats have changed.
         payload: this rank's encoded shards, if they are kept, until the weights change.
@@ -115,7 +115,7 @@ class Unit(ABC):
         writes: a process-wide number of the last write to its weights; it changes with each write.
     """
 
-    rows_held = 0
+    may_differ = False
 
     def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
         self.params, self.storage, self.persistent = params, storage, persistent
@@ -125,7 +125,7 @@ class Unit(ABC):
         self.keeps_secondary = False
         self.secondary: Tensor | None = None
         self.secondary_is_current = False
-        self.delta = Delta(self)
+        self.difference = Difference(self)
         self.copy_bill, self.bill = Bill(), Bill()
         self.layout = None
         self.payload: Tensor | None = None
@@ -169,7 +169,7 @@ class Unit(ABC):
 
     def is_exact(self, param: Parameter) -> bool:
         """Whether a parameter arrives with every bit."""
-        return isinstance(self.format_of(param), UnquantizedFormat) and not self.delta.is_of(param)
+        return isinstance(self.format_of(param), UnquantizedFormat)
 
     def travels_as_operand(self, param: Parameter) -> bool:
         """Whether the gathered bytes of a parameter are a GEMM operand."""
@@ -185,12 +185,6 @@ class Unit(ABC):
         """Bytes that a rank sends of a parameter, on average."""
         codes = SharedScaleFormat(WIRE_FORMAT)
         return self.bytes_in(codes if self.travels_as_operand(param) else self.format_of(param), param)
-
-    def first_bytes_of(self, param: Parameter) -> float:
-        """The same on the hops up to the secondary shard, in a step that is not the first."""
-        if not self.keeps_secondary or not self.delta.is_of(param):
-            return self.bytes_of(param)
-        return self.bytes_in(self.delta.format_of(param), param)
 
     # -- a gather, in the order of these -----------------------------------------------------------------------------
 
@@ -250,12 +244,12 @@ class Unit(ABC):
         self.secondary_is_current = False
         self.copy_bill.clear()
         self.payload = None
-        self.delta.changed(by_step)
+        self.difference.changed(by_step)
         self.writes = next(_writes)
 
     def put_aside(self) -> None:
         """Another engine attaches the parameters: drop all that a gather can bring again."""
-        self.delta.put_aside()
+        self.difference.forget()
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
         self.payload = None

@@ -25,7 +25,7 @@ from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.gather.buffers import Places
-from zeropp_fp8.zero.gather.difference import Contents
+from zeropp_fp8.zero.gather.difference import Difference, Rows
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.route import Route
@@ -70,11 +70,10 @@ class OwnedUnit(Unit):
     """A unit of parameters that have owners. Its payload is kept as for slices."""
 
     storage: Owned
-    rows_held = 1
+    may_differ = True
 
     def __init__(self, params: list[Parameter], storage: Owned, persistent: bool = False) -> None:
         super().__init__(params, storage, persistent)
-        self._sent: OwnedLayout | None = None  # of differences
         self._made_for: list[tuple[torch.dtype, int]] = []
 
     def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
@@ -93,41 +92,36 @@ class OwnedUnit(Unit):
         self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
         self._exact = [self.is_exact(p) for p in self._packed]
         self.payload = None  # it was made for the old one
-        differing = [self.delta.format_of(p) for p in self.params]
+        self.difference = Difference(self)
 
-        def contents(pieces: Sequence[_Piece]) -> Contents:
-            in_order = [piece.index for piece in pieces]
-            numels = [piece.numel for piece in pieces]
-            return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
-
-        held_pieces = self.storage.pieces_of(self.params, self.storage.held_ranks)
-        self.delta.lay_out(contents(self.layout.own_pieces), contents(held_pieces))
-        if self.delta.difference is not None:
-            self._sent = self.storage.layout_of(self.params, differing)
+    def _rows_of(self, rank: int) -> Rows:
+        pieces = self.storage.pieces_of(self.params, [rank])
+        dtypes = [sharded.wire_dtype(self.params[piece.index]) for piece in pieces]
+        return Rows([piece.numel for piece in pieces], dtypes, self.route.device)
 
     @property
     def held_bytes(self) -> int:
-        return sum(self.storage.sizes_after(self.layout, len(self.route.before) - 1))
+        return sum(self.storage.sizes_after(self.layout.rank_bytes, len(self.route.before) - 1))
 
     @property
     def gathered_bytes(self) -> int:
-        return sum(self.storage.sizes_after(self.layout, len(self.route.before)))
+        return sum(self.storage.sizes_after(self.layout.rank_bytes, len(self.route.before)))
 
     def first_hops(self, held: Tensor) -> list[OwnedGather]:
         have = self._own_payload(None if self.storage.hops_before else held)
-        self.delta.begin()
-        return self._start_hops_before(self.layout, held, have)
+        self.difference.begin()
+        return self._start_hops_before(self.layout.rank_bytes, held, have)
 
-    def _start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
-        """Start the hops up to the secondary shard, from this rank's payload to `result`."""
+    def _start_hops_before(self, sizes: Sequence[int], result: Tensor, have: Tensor) -> list[OwnedGather]:
+        """Start the hops up to the secondary shard, from this rank's payload to `result`; `sizes`: of all ranks."""
         works = []
         for hop in self.storage.hops_before:
             self.wait_for(works)
             into = result
             if hop != self.storage.hops_before[-1]:
-                num_bytes = sum(self.storage.sizes_after(layout, hop))
+                num_bytes = sum(self.storage.sizes_after(sizes, hop))
                 into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
-            works = [self.storage.start_hop(layout, hop, into, have)]
+            works = [self.storage.start_hop(sizes, hop, into, have)]
             have = into
         return works
 
@@ -156,7 +150,7 @@ class OwnedUnit(Unit):
         return row
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
-        return [self.storage.start_hop(self.layout, len(self.route.before), gathered, held)]
+        return [self.storage.start_hop(self.layout.rank_bytes, len(self.route.before), gathered, held)]
 
     def decode(self, gathered: Tensor) -> Arrived:
         values = dict(zip(self._packed, self._places.empty(self.route.device)))
@@ -169,25 +163,32 @@ class OwnedUnit(Unit):
             operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
         return Arrived(list(zip(values, values.values(), self._exact)), operands)
 
-    # -- differences (delta.py) --------------------------------------------------------------------------------------
+    # -- differences (difference.py) -----------------------------------------------------------------------------------
 
     def shards(self) -> list[Tensor]:
         return self.storage.shard_views(self.params, self.layout.own_pieces)
 
-    def own_row_of_differences(self, brought: Tensor) -> Tensor:
-        return self.storage.own_row(self._sent, brought)
+    def difference_rows(self) -> tuple[Rows, list[Rows]]:
+        brought = [self._rows_of(rank) for rank in self.route.held_ranks]
+        return self._rows_of(self.route.session.topology.rank), brought
 
-    def bring_differences(self, brought: Tensor) -> list[OwnedGather]:
-        return self._start_hops_before(self._sent, brought, self.own_row_of_differences(brought).view(-1))
+    def agreed(self, sizes: list[int]) -> list[int]:
+        return sizes
 
-    def held_rows(self, held: Tensor) -> Tensor:
-        return held.unsqueeze(0)
+    def own_row_of_differences(self, brought: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self.storage.own_row(sizes, brought)
+
+    def bring_differences(self, brought: Tensor, sizes: Sequence[int]) -> list[OwnedGather]:
+        return self._start_hops_before(sizes, brought, self.own_row_of_differences(brought, sizes).view(-1))
+
+    def rows_of_differences(self, brought: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return list(brought.unsqueeze(0).split([sizes[rank] for rank in self.route.held_ranks], dim=1))
+
+    def held_rows(self, held: Tensor) -> list[Tensor]:
+        return self.rows_of_differences(held, self.layout.rank_bytes)
 
     def own_held_row(self, held: Tensor) -> Tensor:
-        return self.storage.own_row(self.layout, held)
-
-    def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
-        return self._start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
+        return self.storage.own_row(self.layout.rank_bytes, held)
 
 
 class Owned(Storage):
@@ -205,9 +206,7 @@ class Owned(Storage):
             digit = rank // stride % size
             self._brought.append([ranks_held(sizes, hop, rank + (i - digit) * stride) for i in range(size)])
         self.hops_before = [hop for hop, level in enumerate(route.before) if level.size > 1]
-        # Whose rows they bring, in their order, and which of them are before this rank's.
-        self.held_ranks = ranks_held(sizes, len(route.before), rank)
-        self._ranks_before = self.held_ranks[: self.held_ranks.index(rank)]
+        self._ranks_before = route.held_ranks[: route.held_ranks.index(rank)]  # whose rows are before this rank's
         self._unused_scales: dict[int, SharedScales] = {}
 
     def takes(self, param: Parameter) -> bool:
@@ -323,22 +322,22 @@ class Owned(Storage):
 
     # -- hops --------------------------------------------------------------------------------------------------------
 
-    def sizes_after(self, layout: OwnedLayout, hop: int) -> list[int]:
-        """Bytes that each rank of a hop's level brings."""
-        return [sum(layout.rank_bytes[r] for r in ranks) for ranks in self._brought[hop]]
+    def sizes_after(self, sizes: Sequence[int], hop: int) -> list[int]:
+        """Bytes that each rank of a hop's level brings, of payloads of these sizes, in the order of ranks."""
+        return [sum(sizes[r] for r in ranks) for ranks in self._brought[hop]]
 
-    def start_hop(self, layout: OwnedLayout, hop: int, result: Tensor, have: Tensor) -> OwnedGather | None:
-        """Start one hop, from `have` to `result`, flat uint8."""
+    def start_hop(self, sizes: Sequence[int], hop: int, result: Tensor, have: Tensor) -> OwnedGather | None:
+        """Start one hop, from `have` to `result`, flat uint8, with payloads of these sizes."""
         route = self.route
         # Bytes that all ranks hold when it begins: after the hops before it so many have each rank's.
-        held_by_all = sum(layout.rank_bytes) * math.prod(level.size for level in route.levels[:hop])
-        sizes = self.sizes_after(layout, hop)
-        return start_owned_gather(result, have, sizes, route.levels[hop], route.session.ledger, held_by_all)
+        held_by_all = sum(sizes) * math.prod(level.size for level in route.levels[:hop])
+        of_level = self.sizes_after(sizes, hop)
+        return start_owned_gather(result, have, of_level, route.levels[hop], route.session.ledger, held_by_all)
 
-    def own_row(self, layout: OwnedLayout, held: Tensor) -> Tensor:
-        """uint8 [1, bytes]: this rank's payload in what those hops bring."""
-        start = sum(layout.rank_bytes[rank] for rank in self._ranks_before)
-        return held[start : start + layout.own.row_bytes].unsqueeze(0)
+    def own_row(self, sizes: Sequence[int], held: Tensor) -> Tensor:
+        """uint8 [1, bytes]: this rank's payload, of payloads of these sizes, in what those hops bring."""
+        start = sum(sizes[rank] for rank in self._ranks_before)
+        return held[start : start + sizes[self.route.session.topology.rank]].unsqueeze(0)
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         device = self.route.device
@@ -348,8 +347,9 @@ class Owned(Storage):
         with self.route.session.ledger.counting(OUTSIDE):
             for hop, level in enumerate(self.route.levels):
                 if level.size > 1:
-                    result = torch.empty(sum(self.sizes_after(layout, hop)), dtype=torch.uint8, device=device)
-                    self.start_hop(layout, hop, result, row).wait()
+                    num_bytes = sum(self.sizes_after(layout.rank_bytes, hop))
+                    result = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                    self.start_hop(layout.rank_bytes, hop, result, row).wait()
                     row = result
         values = {p: torch.empty(sharded.shape(p), dtype=sharded.shard_dtype(p), device=device) for p in params}
         self.decode_row(layout, row, params, values)

@@ -1,0 +1,220 @@
+"""Exact differences of 16-bit numbers from what is held of them: few bits where few have changed, by few units.
+
+A number counts as an integer, in the order of the numbers (`in_order`), and its difference is taken mod 2^16. An update
+moves the numbers of a tensor about equally far, and how many units in the last place that is depends on the exponent
+of the held number, which both sides know. Each chunk of 1024 numbers has a header, and a body of whole 32-bit words in
+which bits follow each other, the lowest first:
+
+    near   for each number with an exponent e below `top`, as much of the difference as k = top - e bits and a sign can
+           say; all 16 bits where k reaches the mantissa's
+    rest   what is left, for so few numbers that their places are listed, in the code of Elias and Fano (P. Elias,
+           "Efficient storage and retrieval by content and address of static files", J. ACM 21, 1974): of `count`
+           places in ascending order the upper bits in unary (the i-th sets bit (place >> low) + i), then for each
+           its `low` lower bits and `width` bits of the rest
+
+The sender takes the `top` that leaves no rest beyond one unit, or one less, whichever makes the smaller body; or 16
+bits of every number, if that is less. So no change is too large. kernels/wire/exact.py does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 1024
+WORD = 32  # bits
+BITS = 16  # of a number
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+RAW = 255  # the `top` of a chunk that has all bits of its numbers
+# Bits of a header: of `top`, of `count`, which is 0 for 1024 too, of `width`, and of the number of words
+TOP, COUNT, WIDTH, WORDS = range(4)
+PLACES = (0, 8, 18, 22)
+MASKS = (255, 1023, 15, 1023)
+_NO_NUMBER = 1 << 10  # the exponent of a number beyond the end of its tensor
+
+
+def field(headers: Tensor, index: int) -> Tensor:
+    """One field of int32 headers."""
+    return (headers >> PLACES[index]) & MASKS[index]
+
+
+def ends_of(headers: Tensor) -> Tensor:
+    """int32 [rows, chunks]: the word of a row's bodies at which each ends."""
+    return field(headers, WORDS).cumsum(-1, dtype=torch.int32)
+
+
+def in_order(numbers: Tensor) -> Tensor:
+    """int32 of 16-bit numbers, in their order: -0 and 0 are neighbours, and every bit pattern has its own."""
+    bits = numbers.view(torch.int16).int()
+    return torch.where(bits < 0, -(2**15) - 1 - bits, bits)
+
+
+def from_order(integers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of integers mod 2^16."""
+    bits = integers.to(torch.int16)
+    return torch.where(bits < 0, -(2**15) - 1 - bits, bits).view(dtype)
+
+
+def make_headers(numbers: Tensor, held: Tensor) -> Tensor:
+    """int32 [rows, chunks] of numbers [rows, n] and what is held of them, 16-bit and of one dtype."""
+    difference, exponents = _difference(numbers, held), _exponents(held)
+    lengths = _length(difference.abs())
+    needed = torch.where(lengths > 1, exponents + lengths.clamp(max=MANTISSA[held.dtype]), 0).amax(-1)
+    best = None
+    for top in (needed, (needed - 1).clamp(min=0), torch.full_like(needed, RAW)):
+        top = top.clamp(max=RAW)
+        bits = near_bits(exponents, top, held.dtype)
+        rest = difference - _near(difference, bits)
+        count, largest = (rest != 0).sum(-1), rest.abs().amax(-1)
+        width = torch.where(count > 0, 1 + _length((largest - 1).clamp(min=0)), 0)
+        words = -(-(bits.sum(-1) + rest_bits(count, width)) // WORD)
+        fits = (width <= MASKS[WIDTH]) & (words <= BITS * CHUNK // WORD)
+        fields = (top, count % CHUNK, width, torch.where(fits, words, 2 * CHUNK))
+        best = best or fields
+        best = [torch.where(fields[WORDS] < best[WORDS], new, old) for new, old in zip(fields, best)]
+    return sum(each << place for each, place in zip(best, PLACES)).int().view(held.shape[0], -1)
+
+
+def encode(numbers: Tensor, held: Tensor, headers: Tensor, ends: Tensor, body: Tensor) -> None:
+    """Write the bodies of a tensor's chunks.
+
+    Args:
+        numbers, held, headers: as in `make_headers`.
+        ends: int32 [rows, chunks], where each body ends, in words.
+        body: uint8 [rows, bits], a bit each; zeros, written.
+    """
+    difference, exponents = _difference(numbers, held), _exponents(held)
+    top, count, width, low = _fields(headers)
+    bits = near_bits(exponents, top, held.dtype)
+    near = _near(difference, bits)
+    flat, starts = body.view(-1), _starts(headers, ends, body)
+    _put(flat, near, bits, starts.unsqueeze(-1) + bits.cumsum(-1) - bits)
+    rest = difference - near
+    chunk, place = rest.nonzero(as_tuple=True)
+    if not chunk.numel():
+        return
+    index = ((rest != 0).cumsum(-1) - 1)[chunk, place]
+    unary = starts + bits.sum(-1)
+    flat[unary[chunk] + (place >> low[chunk]) + index] = 1
+    rest, width, low = rest[chunk, place], width[chunk], low[chunk]
+    at = (unary + count + (CHUNK >> low_bits(count)))[chunk] + index * (low + width)
+    _put(flat, place & ((1 << low) - 1), low, at)
+    _put(flat, torch.where(rest > 0, rest - 1, rest), width, at + low)
+
+
+def add(headers: Tensor, ends: Tensor, body: Tensor, held: Tensor) -> None:
+    """Make `held` [rows, n] the numbers of which the headers and bodies were made; bits as in `encode`."""
+    exponents = _exponents(held)
+    top, count, width, low = _fields(headers)
+    bits = near_bits(exponents, top, held.dtype)
+    flat, starts = body.view(-1), _starts(headers, ends, body)
+    difference = _signed(_get(flat, bits, starts.unsqueeze(-1) + bits.cumsum(-1) - bits), bits)
+    unary, numel = starts + bits.sum(-1), (count + (CHUNK >> low)) * (count > 0)
+    chunk = torch.arange(len(numel), device=held.device).repeat_interleave(numel)
+    bit = torch.arange(len(chunk), device=held.device) - (numel.cumsum(0) - numel)[chunk]
+    is_set = flat[unary[chunk] + bit] != 0
+    chunk, bit = chunk[is_set], bit[is_set]
+    index = torch.arange(len(chunk), device=held.device) - (count.cumsum(0) - count)[chunk]
+    at = (unary + numel)[chunk] + index * (low + width)[chunk]
+    place = ((bit - index) << low[chunk]) + _get(flat, low[chunk], at)
+    rest = _signed(_get(flat, width[chunk], at + low[chunk]), width[chunk])
+    difference[chunk, place] += torch.where(rest >= 0, rest + 1, rest)
+    numbers = from_order(in_order(held) + difference.view(held.shape[0], -1)[:, : held.shape[1]], held.dtype)
+    held.copy_(numbers)
+
+
+# -- what both sides work out -----------------------------------------------------------------------------------------
+
+
+def near_bits(exponents: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bits of each number's difference that are sent with those of all others near it, int32 [..., CHUNK]."""
+    power = top.unsqueeze(-1) - exponents
+    bits = torch.where(power < MANTISSA[dtype], (power + 1) * (power > 0), BITS)
+    return torch.where(top.unsqueeze(-1) == RAW, BITS, bits) * (exponents < _NO_NUMBER)
+
+
+def low_bits(count: Tensor) -> Tensor:
+    """Lower bits of a place in a list of so many: the logarithm of 1024 / count, rounded down; 10 for an empty one."""
+    return 10 - _length((count - 1).clamp(min=0))
+
+
+def rest_bits(count: Tensor, width: Tensor) -> Tensor:
+    """Bits of a list of so many numbers."""
+    low = low_bits(count)
+    return (count * (1 + low + width) + (CHUNK >> low)) * (count > 0)
+
+
+def _length(magnitudes: Tensor) -> Tensor:
+    """Bits that integers need: 0 for 0, 1 for 1, 2 for 2 and 3."""
+    return magnitudes.float().frexp().exponent
+
+
+def _fields(headers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(top, count, width, low) of chunks."""
+    top, count, width, _ = (field(headers, index).view(-1).long() for index in range(4))
+    count = torch.where((count == 0) & (width > 0), CHUNK, count)
+    return top, count, width, low_bits(count).long()
+
+
+def _starts(headers: Tensor, ends: Tensor, body: Tensor) -> Tensor:
+    """int64 [chunks]: the first bit of each body in all rows' bits, one after the other."""
+    rows = torch.arange(body.shape[0], device=body.device).unsqueeze(-1) * body.shape[1]
+    return (rows + WORD * (ends - field(headers, WORDS)).long()).view(-1)
+
+
+def _in_chunks(values: Tensor, beyond: int) -> Tensor:
+    """[rows * chunks, CHUNK] of [rows, n]."""
+    missing = -values.shape[1] % CHUNK
+    return torch.nn.functional.pad(values, (0, missing), value=beyond).view(-1, CHUNK)
+
+
+def _difference(numbers: Tensor, held: Tensor) -> Tensor:
+    wrapped = (in_order(numbers) - in_order(held)).to(torch.int16).int()
+    return _in_chunks(wrapped, 0)
+
+
+def _exponents(held: Tensor) -> Tensor:
+    mantissa = MANTISSA[held.dtype]
+    exponents = (held.view(torch.int16).int() >> mantissa) & ((1 << (BITS - 1 - mantissa)) - 1)
+    return _in_chunks(exponents.clamp(min=1), _NO_NUMBER)
+
+
+def _near(difference: Tensor, bits: Tensor) -> Tensor:
+    """As much of the differences as so many bits, one of them a sign, can say."""
+    most = (1 << (bits - 1).clamp(min=0)) - 1
+    return torch.where(bits == BITS, difference, difference.clamp(-most, most))
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+def _put(flat: Tensor, values: Tensor, bits: Tensor, places: Tensor) -> None:
+    for bit in range(int(bits.amax())):
+        has = bits > bit
+        flat[places[has] + bit] = ((values[has] >> bit) & 1).to(torch.uint8)
+
+
+def _get(flat: Tensor, bits: Tensor, places: Tensor) -> Tensor:
+    """int64 values without a sign."""
+    values = torch.zeros_like(places)
+    for bit in range(int(bits.amax()) if bits.numel() else 0):
+        has = bits > bit
+        values[has] += flat[places[has] + bit].long() << bit
+    return values
+
+
+def _signed(values: Tensor, bits: Tensor) -> Tensor:
+    """Values in two's complement, of so many bits."""
+    half = 1 << (bits - 1).clamp(min=0)
+    return torch.where(values >= half, values - 2 * half, values) * (bits > 0)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """uint8 [rows, bits] of uint8 [rows, bytes]."""
+    return ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(1)
+
+
+def packed(bits: Tensor) -> Tensor:
+    """The inverse of `unpacked`."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unflatten(1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
