@@ -501,7 +501,7 @@ def test_learning_rates_at_which_most_bits_of_weights_change(recipe, optimizer, 
         return
     (said,) = texts(found, False)
     rate = f'"optimizer.params.lr": {optimizer["optimizer"]["params"]["lr"]:g} changes so much'
-    assert said.startswith(f'{rate} that "{SECTION}.weights.difference": "exact" takes about {bits} bits of a weight')
+    assert said.startswith(f'{rate} that "{SECTION}.weights.difference": "exact" takes {bits} bits a weight')
     assert '"weights.format": "int8" takes 8.06' in said
 
 

@@ -141,7 +141,7 @@ def check_shared_code(capability, kernel, base, name, **constants):
 
 
 def check_exact_code(capability, kernel, mantissa):
-    """Exact differences of numbers with so many bits of mantissa."""
+    """Exact differences of numbers with so many bits of mantissa; one by one, as a tensor may end in any chunk."""
     code = ptx_of(kernel, capability, "*i16", 4, {"MANTISSA": mantissa, "STARTS": 16})
     assert_nothing_spilled(code)
 

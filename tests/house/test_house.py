@@ -32,7 +32,7 @@ LINES = {
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1298,
-    "zero/gather": 2710,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2709,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 832,
     "zero/handover": 853,
     "zero/owners": 967,

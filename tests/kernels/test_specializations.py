@@ -13,7 +13,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import SharedScaleFormat, make_format
 from zeropp_fp8.formats.base import align_up
-from zeropp_fp8.formats.exact import chunks
+from zeropp_fp8.formats.exact import CHUNK
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.zero.gather.difference import Measured, Rows
@@ -83,7 +83,7 @@ def test_exact_differences_of_any_size(compiled):
         coder, tensors = Rows([numel] * count, [torch.bfloat16] * count, CPU, use_kernels=True), tensors_of(count)
         held = torch.zeros(RANKS, 2 * count * NUMEL, dtype=torch.uint8)
         coder.measure([tensor[:numel] for tensor in tensors], held[:1])
-        headers = torch.zeros(1, count * chunks(numel), dtype=torch.int32)
+        headers = torch.zeros(1, count * -(-numel // CHUNK), dtype=torch.int32)
         brought = torch.zeros(RANKS, align_up(4 * headers.numel()) + 4 * words, dtype=torch.uint8)
         measured = Measured(headers, headers, torch.tensor([brought.shape[1]]))
         coder.encode([tensor[:numel] for tensor in tensors], held[:1], measured, brought[:1])

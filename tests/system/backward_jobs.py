@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from models import full_weights, section
-from running import Spec
+from running import Spec, allow_fp16_on_cpu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -170,6 +170,7 @@ def engine_of(recipe: str, fields: dict | None = None, make=TwoOutputs, dtype: s
             given[key] = {**values, **given.get(key, {})}
     torch.manual_seed(0)
     optimizer = "adamw" if "fp8-lm" in recipe else "sgd"
+    allow_fp16_on_cpu()
     return Spec(section(recipe, **given), dtype, options, make, optimizer, 1e-2).engine()
 
 

@@ -186,8 +186,8 @@ def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> It
     rate, whole = learning_rate(ds_config), 8.06  # bits that a weight takes as `zeropp` sends it
     if config.weights.difference != "none" and rate is not None and difference_bits(rate) > whole / 2:
         yield (
-            f'"optimizer.params.lr": {rate:g} changes so much that "{SECTION}.weights.difference": "exact" takes about '
-            f'{difference_bits(rate):.2g} bits of a weight; "weights.format": "int8" takes {whole:g}, and no copy in 16'
+            f'"optimizer.params.lr": {rate:g} changes so much that "{SECTION}.weights.difference": "exact" takes '
+            f'{difference_bits(rate):.2g} bits a weight; "weights.format": "int8" takes {whole:g}, and no 16-bit copy'
         )
 
 

@@ -11,7 +11,7 @@ from tests.places import ROOT
 from zeropp_fp8.config import ConfigError, resolve
 
 PAIRS = list(combinations(jobs.PARTS, 2))
-REFUSED = {("FP8 compute", "MX compute"): "one compute.format"}
+REFUSED = {("FP8 compute", "MX compute"): "one compute.format", ("qwZ", "differences"): "weights.format none"}
 TRAINED = [pair for pair in PAIRS if pair not in REFUSED]
 STEPS = 4
 
@@ -39,11 +39,14 @@ def test_pairs_train(pairs, alone):
     for pair, (on, losses) in zip(pairs, run_ranks(jobs.train_with, several=[list(p) for p in pairs], steps=STEPS)[0]):
         expected = alone["frozen store" in pair]
         assert on == set(pair) | {jobs.NEEDS[name] for name in pair if name in jobs.NEEDS}, pair
-        check_losses(losses, expected)
+        if set(pair) == {"hpZ", "differences"}:
+            assert losses == expected, "neither rounds"
+        else:
+            check_losses(losses, expected)
 
 
 def test_all_at_once(alone):
-    everything = [name for name in jobs.PARTS if name != "MX compute"]
+    everything = [name for name in jobs.PARTS if name not in ("MX compute", "qwZ")]
     ((on, losses),) = run_ranks(jobs.train_with, several=[everything], steps=STEPS)[0]
     assert on == set(everything)
     check_losses(losses, alone[True])

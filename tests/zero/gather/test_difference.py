@@ -1,104 +1,142 @@
-"""Differences of weights: the bytes that a rank sends, and the weights that all make of them."""
+"""Differences of weights: the bytes that a rank sends, the weights that all make of them, and when they are due."""
 
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conformance import CPU
-from payload_checks import RANKS, steps_on
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from zeropp_fp8.formats import make_format
-from zeropp_fp8.zero.gather.difference import Contents, Difference, Fits
+from zeropp_fp8.formats import UnquantizedFormat
+from zeropp_fp8.zero.gather.difference import Difference, Rows
 
-INT4, EXACT = make_format("int4", block_size=32), make_format("none", dtype=torch.float32)
-
-
-def pair(numel=64, **options):
-    """A difference of one matrix in fp32, and a payload that holds ones."""
-    contents = Contents([numel], [EXACT], [INT4])
-    one = Difference(contents, [contents], [INT4.payload_bytes(numel)] * 2, CPU, **options)
-    one.begin()
-    return one, EXACT.encode_rows(torch.ones(2, numel))
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def send(one, held, weights):
-    brought = torch.empty(2, one.sizes[0], dtype=torch.uint8)
-    for rank in range(2):
-        one.encode([weights[rank]], held[rank : rank + 1], brought[rank : rank + 1])
-    one.add([brought], [held])
-    return EXACT.decode_rows(held, weights.shape[1], torch.float32)
+def row_of(tensors, dtypes):
+    """uint8 [1, bytes]: what is held of flat tensors."""
+    return torch.cat([UnquantizedFormat(d).encode_rows(t.view(1, -1).to(d)) for t, d in zip(tensors, dtypes)], dim=1)
 
 
-def test_what_is_held_comes_as_near_as_the_format_is():
-    one, held = pair()
-    weights = torch.ones(2, 64) + 0.1 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    error = math.inf
-    for _ in range(4):  # the weights stay: each difference is what the last one lacked
-        now = (send(one, held, weights) - weights).abs().max().item()
-        assert now < error / 5
-        error = now
-    assert one.steps == 4 and one.is_due
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(DTYPES)), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from([0, 1e-6, 1e-4, 1]),
+    st.integers(0, 40),
+)
+def test_all_hold_what_each_has(tensors, ranks, change, missing):
+    """Of tensors of any dtypes and sizes, of which the last ones may lack zeros at their ends, in two steps."""
+    torch.manual_seed(len(tensors))
+    numels, dtypes = [n for n, _ in tensors], [dtype for _, dtype in tensors]
+    rows = Rows(numels, dtypes, CPU)
+    weights = [[0.02 * torch.randn(numel) for numel in numels] for _ in range(ranks)]
+    for mine in weights:
+        mine[-1][max(0, numels[-1] - missing) :] = 0
+    held = torch.cat([row_of(mine, dtypes) for mine in weights])
+    for _ in range(2):
+        sent = []
+        for rank, mine in enumerate(weights):
+            for each in mine:
+                each += change * torch.randn(each.shape)
+            mine[-1][max(0, numels[-1] - missing) :] = 0
+            own = [each.to(dtype) for each, dtype in zip(mine, dtypes)]
+            own[-1] = own[-1][: max(0, numels[-1] - missing)]
+            measured = rows.measure(own, held[rank : rank + 1])
+            sent.append(torch.full((1, int(measured.row_bytes)), 7, dtype=torch.uint8))
+            rows.encode(own, held[rank : rank + 1], measured, sent[-1])
+        longest = max(payload.shape[1] for payload in sent)
+        assert longest % 16 == 0
+        brought = torch.cat([torch.nn.functional.pad(payload, (0, longest - payload.shape[1])) for payload in sent])
+        rows.add(brought, held)
+        assert torch.equal(held, torch.cat([row_of(mine, dtypes) for mine in weights]))
 
 
-def test_padding_is_zero_whatever_a_difference_brings():
-    numel = 64
-    one, held = pair(numel)
-    held = EXACT.encode_rows(torch.zeros(2, numel))
-    for step in range(20):
-        brought = torch.empty(2, one.sizes[0], dtype=torch.uint8)
-        for rank in range(2):
-            one.encode([torch.full((40,), 0.1 * step)], held[rank : rank + 1], brought[rank : rank + 1])
-        one.add([brought], [held])
-    assert EXACT.decode_rows(held, numel, torch.float32)[:, 40:].abs().max() < 0.05
+def test_rows_without_numbers_of_16_bits():
+    rows = Rows([5, 0], [torch.float32, torch.bfloat16], CPU)
+    held, own = row_of([torch.zeros(5)], [torch.float32]), [torch.arange(5.0), torch.empty(0, dtype=torch.bfloat16)]
+    measured = rows.measure(own, held)
+    out = torch.empty(1, int(measured.row_bytes), dtype=torch.uint8)
+    rows.encode(own, held, measured, out)
+    rows.add(out, held)
+    assert out.shape == (1, 32) and torch.equal(held, row_of(own[:1], [torch.float32]))
 
 
-def test_one_that_does_not_fit():
-    one, held = pair()
-    send(one, held, torch.full((2, 64), 1.2))
-    assert one.is_due
-    send(one, held, torch.full((2, 64), 1.6))
-    assert not one.is_due and one.state() == {"steps": 2, "too large": True}
-    one.begin()
-    assert one.is_due and one.steps == 0
-    send(one, held, torch.full((2, 64), math.nan))
-    assert not one.is_due, "NaN fits nowhere"
+class Unit(SimpleNamespace):
+    """One matrix of 64 numbers, which two ranks have one after the other; they are sent as whole rows."""
+
+    def __init__(self, **fields):
+        formats = SimpleNamespace(differs=True)
+        route = SimpleNamespace(session=SimpleNamespace(formats=formats), held_ranks=[1, 0])
+        super().__init__(route=route, persistent=False, keeps_secondary=True, may_differ=True, **fields)
+        self.secondary, self.secondary_is_current = torch.zeros(2, 128, dtype=torch.uint8), False
+        self.weight = torch.zeros(64, dtype=torch.bfloat16)
+
+    def difference_rows(self):
+        rows = Rows([64], [torch.bfloat16], CPU)
+        return rows, [rows]
+
+    def shards(self):
+        return [self.weight]
+
+    def held_rows(self, held):
+        return [held]
+
+    def own_held_row(self, held):
+        return held[:1]
+
+    def agreed(self, sizes):
+        return [max(sizes)] * len(sizes)
+
+    def own_row_of_differences(self, brought, sizes):
+        return brought.view(2, -1)[:1]
+
+    def rows_of_differences(self, brought, sizes):
+        return [brought.view(2, -1)]
+
+    def bring_differences(self, brought, sizes):
+        brought.view(2, -1)[1] = brought.view(2, -1)[0]  # the other rank has the same
+        return []
 
 
-def test_the_host_gets_what_was_found_of_all_units_at_once():
-    all_fits = Fits()
-    small, large = (pair(all_fits=all_fits) for _ in range(2))
-    begun_again, _ = pair(all_fits=all_fits)
-    for (one, held), weight in ((small, 1.1), (large, 1.6)):
-        send(one, held, torch.full((2, 64), weight))
-    send(begun_again, EXACT.encode_rows(torch.ones(2, 64)), torch.full((2, 64), 1.6))
-    begun_again.begin()
-    all_fits.bring_to_host()
-    assert small[0].fits.data_ptr() == large[0].fits.data_ptr() - 1, "one copy"
-    assert small[0].is_due and not large[0].is_due and begun_again.is_due
-    send(*small, torch.full((2, 64), 1.1))
-    all_fits.bring_to_host()
-    assert small[0].is_due and not large[0].is_due
+def step(unit, difference, change):
+    unit.weight += change
+    difference.changed(by_step=True)
+    assert difference.is_due and difference.is_unknown
+    difference.agree([int(difference.measure())] * 2)
+    assert not difference.is_unknown and difference.brought_bytes == sum(difference.sizes)
+    brought = torch.empty(difference.brought_bytes, dtype=torch.uint8)
+    difference.send(unit.secondary, brought)
+    difference.add(brought, unit.secondary)
 
 
-def test_when_everything_is_due():
-    one, held = pair()
-    for _ in range(5):
-        assert one.is_due
-        send(one, held, torch.ones(2, 64))
-    one.forget()
-    assert not one.is_due
-    one.continue_from({"steps": 1, "too large": False})
-    assert one.is_due
-    one.continue_from({"steps": 1, "too large": True})
-    assert not one.is_due
+def test_when_differences_are_due():
+    unit = Unit()
+    difference = Difference(unit)
+    assert not difference.is_due and not difference.is_unknown, "no copy exists"
+    difference.begin()
+    for place in range(3):
+        step(unit, difference, 0.5)
+        assert difference.steps == place + 1
+        assert torch.equal(unit.secondary[1].view(torch.bfloat16), unit.weight)
+    unit.secondary_is_current = True
+    assert not difference.is_unknown, "nothing is to come"
+    unit.secondary_is_current = False
+    difference.changed(by_step=False)
+    assert not difference.is_due, "somebody has written"
+    difference.begin()
+    assert difference.is_due and difference.steps == 0
+    difference.forget()
+    assert not difference.is_due
 
 
-@pytest.mark.parametrize("difference", ["int4", "int2", "int3", "int8"])
-@pytest.mark.parametrize("rest, dtype", [("none", torch.bfloat16), ("none", torch.float32), ("int8", torch.bfloat16)])
-def test_bytes_do_not_depend_on_how_many_rows_are_added_at_once(difference, rest, dtype):
-    expected, due = steps_on(CPU, difference, rest, dtype)
-    assert due
-    for at_once in (1, 2):
-        found, _ = steps_on(CPU, difference, rest, dtype, at_once=at_once)
-        for (sent, held), (other_sent, other_held) in zip(found, expected):
-            assert torch.equal(sent, other_sent) and torch.equal(held, other_held) and len(held) == RANKS
+@pytest.mark.parametrize(
+    "field, value", [("persistent", True), ("keeps_secondary", False), ("may_differ", False), ("differs", False)]
+)
+def test_units_that_are_always_sent_as_a_whole(field, value):
+    unit = Unit()
+    setattr(unit.route.session.formats if field == "differs" else unit, field, value)
+    difference = Difference(unit)
+    difference.begin()
+    assert not difference.is_on and not difference.is_due

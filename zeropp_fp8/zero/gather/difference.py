@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.formats import UnquantizedFormat, exact
@@ -56,6 +57,8 @@ class Rows:
         self._dtype = next((dtype for dtype in dtypes if dtype in exact.MANTISSA), None)
         self._coded = [i for i, dtype in enumerate(dtypes) if dtype is self._dtype and numels[i]]
         self._whole = [i for i in range(len(numels)) if i not in self._coded]
+        firsts = [self._held_at[i] // self._dtype.itemsize for i in self._coded]
+        self._places = [(first, first + numels[i]) for first, i in zip(firsts, self._coded)]  # in what is held
         self._chunks = [-(-numels[i] // exact.CHUNK) for i in self._coded]
         self._headers_at = sum(self._sizes[i] for i in self._whole)
         self._body_at = self._headers_at + align_up(_WORD_BYTES * sum(self._chunks))
@@ -84,7 +87,7 @@ class Rows:
         """Write a row to `out`, uint8 [1, row bytes]; arguments are those of `measure`, and what it gave."""
         at = 0
         for i in self._whole:
-            UnquantizedFormat(self._dtypes[i]).encode_rows(self._padded(tensors, i), out[:, at : at + self._sizes[i]])
+            UnquantizedFormat(self._dtypes[i]).encode_rows(tensors[i].view(1, -1), out[:, at : at + self._sizes[i]])
             at += self._sizes[i]
         if not self._coded:
             return
@@ -95,7 +98,7 @@ class Rows:
             sources = self._sources(tensors)
             self._kernels.encode_exact(*sources, self._segments, held, headers, ends, body[0].view(torch.int32))
             return
-        bits, of_chunks = exact.unpacked(body), (each.split(self._chunks, 1) for each in (headers, ends))
+        bits, of_chunks = exact.unpacked(body), (headers.split(self._chunks, 1), ends.split(self._chunks, 1))
         for (numbers, of_held), *of_tensor in zip(self._pairs(tensors, held), *of_chunks):
             exact.encode(numbers, of_held, *of_tensor, bits)
         body.copy_(exact.packed(bits))
@@ -113,10 +116,10 @@ class Rows:
         if self._segments is not None:
             self._kernels.add_exact(brought, at, self._body_at, ends, held, self._segments, self._dtype)
             return
-        of_chunks = (each.split(self._chunks, 1) for each in (headers, ends))
-        bits = exact.unpacked(brought[:, self._body_at :])
-        for numbers, *of_tensor in zip(self._numbers(held), *of_chunks):
-            exact.add(*of_tensor, bits, numbers)
+        bits, rows = exact.unpacked(brought[:, self._body_at :]), held.view(self._dtype)
+        of_chunks = (headers.split(self._chunks, 1), ends.split(self._chunks, 1))
+        for (first, end), *of_tensor in zip(self._places, *of_chunks):
+            exact.add(*of_tensor, bits, rows[:, first:end])
 
     def _sources(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], object]:
         """(the coded tensors, their TensorTable, which is made again only when their places have changed)."""
@@ -126,19 +129,15 @@ class Rows:
             self._table = key, self._kernels.TensorTable(coded, self._segments, self._device)
         return coded, self._table[1]
 
-    def _padded(self, tensors: Sequence[Tensor], i: int) -> Tensor:
-        padded = torch.nn.functional.pad(tensors[i], (0, self._numels[i] - tensors[i].numel()))
-        return padded.to(self._dtypes[i]).unsqueeze(0)
-
-    def _pairs(self, tensors: Sequence[Tensor], held: Tensor) -> zip:
+    def _pairs(self, tensors: Sequence[Tensor], held: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(numbers [1, numel], what is held of them) of each coded tensor."""
-        return zip([self._padded(tensors, i) for i in self._coded], self._numbers(held))
-
-    def _numbers(self, held: Tensor) -> list[Tensor]:
-        """Views [rows, numel] of the coded tensors in what is held."""
-        rows = held.view(self._dtype)
-        places = ((self._held_at[i] // self._dtype.itemsize, self._numels[i]) for i in self._coded)
-        return [rows[:, first : first + numel] for first, numel in places]
+        rows, pairs = held.view(self._dtype), []
+        for i, (first, end) in zip(self._coded, self._places):
+            numbers = tensors[i].to(self._dtype)
+            if numbers.numel() < end - first:
+                numbers = F.pad(numbers, (0, end - first - numbers.numel()))
+            pairs.append((numbers.view(1, -1), rows[:, first:end]))
+        return pairs
 
 
 class HoldsRows(Protocol):
