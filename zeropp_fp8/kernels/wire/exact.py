@@ -201,16 +201,16 @@ def add_exact_kernel(
         tile, segment = tile_of_program(tile_starts_ptr, STARTS)
         body_ptr = (brought_ptr + body_at).to(tl.pointer_type(tl.int32)) + start
         held_at = tl.multiple_of(tl.load(segments_ptr + 5 * segment), 16)
-        held_ptr = (held_ptr + row * held_row_bytes + held_at).to(tl.pointer_type(tl.int16)) + tile * _CHUNK
+        numbers_ptr = (held_ptr + row * held_row_bytes + held_at).to(tl.pointer_type(tl.int16)) + tile * _CHUNK
         numel = tl.load(segments_ptr + 5 * segment + 1) - tile * _CHUNK
         unary = 0
         if top > 0:
             place = tl.arange(0, _CHUNK)
-            held = tl.load(held_ptr + place, mask=place < numel, other=0).to(tl.int32)
+            held = tl.load(numbers_ptr + place, mask=place < numel, other=0).to(tl.int32)
             bits = near_bits(exponents_of(held, place < numel, MANTISSA), top, MANTISSA)
             difference = signed(get(body_ptr, bits, tl.cumsum(bits, axis=0) - bits, bits > 0), bits)
             changed = in_order(wrapped(in_order(held) + difference))
-            tl.store(held_ptr + place, changed.to(tl.int16), mask=difference != 0)
+            tl.store(numbers_ptr + place, changed.to(tl.int16), mask=difference != 0)
             unary = tl.sum(bits, axis=0)
             tl.debug_barrier()  # below other threads change the same numbers
         low = low_bits(count)
@@ -227,9 +227,9 @@ def add_exact_kernel(
             place = ((bit - index) << low) | (entry & ((1 << low) - 1))
             rest = signed(entry >> low, width)
             rest = tl.where(rest >= 0, rest + 1, rest)
-            held = tl.load(held_ptr + place, mask=listed, other=0).to(tl.int32)
+            held = tl.load(numbers_ptr + place, mask=listed, other=0).to(tl.int32)
             changed = in_order(wrapped(in_order(held) + rest))
-            tl.store(held_ptr + place, changed.to(tl.int16), mask=listed)
+            tl.store(numbers_ptr + place, changed.to(tl.int16), mask=listed)
             found += tl.sum(is_set, axis=0)
 
 
