@@ -24,7 +24,7 @@ def test_differences_cost_little_more_than_codes(found):
     for rank in found:
         assert rank["zeropp-exact"][0] <= 1.1 * rank["zeropp-4bit"][0]
         each = rank["zeropp-exact"][1]
-        assert each["difference.add"] == 1, "it sends none"
+        assert each["difference.add"] == 2, "a unit's, and that of its rows; else it sends none"
         assert "hops._agree" not in each, "a message for each block"
 
 
