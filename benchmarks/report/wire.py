@@ -6,6 +6,7 @@ import math
 import statistics
 
 from benchmarks.harness import seeds
+from benchmarks.harness.changes import CODES
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, ORDER, REFERENCES, groups_of
 from benchmarks.report.blocks import Block, paragraph, since, table
@@ -175,8 +176,21 @@ def weight_fidelity_says(result: dict) -> str:
     )
 
 
+def weight_changes(result: dict) -> str:
+    """Bits of a weight's change in each code, the least and the most of steps after the first two, by run."""
+    codes = {"entropy": "entropy", "given_exponent": "given the exponent"} | {code: f"`{code}`" for code in CODES}
+    rows = [
+        [line["run"] + (", critic" if line["engine"] else ""), line["dtype"], f"{line['lr']:g}"]
+        + [f"{100 * least:.1f} to {100 * most:.1f}" for least, most in (line["changed"],)]
+        + [f"{least:.2f} to {most:.2f}" for least, most in (line[code] for code in codes)]
+        for line in result["comparison"]
+    ]
+    return table(["bits", "", "largest rate", "changed, %", *codes.values()], rows)
+
+
 _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fidelity/cpu-1-local",)}
 BLOCKS = {
+    "weight_changes": Block(weight_changes, ("weight_changes/cpu-1-local",)),
     "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from benchmarks import weight_changes
 from benchmarks.harness import changes
 from benchmarks.harness.environment import ROOT
+from benchmarks.harness.results import RESULTS, read_result
+from zeropp_fp8.config import difference_bits
 from zeropp_fp8.formats import exact
 
 EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -150,3 +152,15 @@ def test_a_script_whose_engines_are_watched(tmp_path):
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["engine"], line["step"]) for line in lines] == [(0, 1), (0, 3)]
     assert all(line["lr"] == 0.1 and line["bfloat16"]["all"]["changed"] > 0.5 for line in lines)
+
+
+def test_the_plan_goes_by_bits_near_the_kept_ones():
+    """Of AdamW, after the first two steps: at most a third more or less."""
+    kept = read_result(RESULTS / "weight_changes/cpu-1-local.json")
+    points = [
+        p for row in kept["rows"] if row["run"].startswith(("adamw", "sft")) for p in row["points"] if p["step"] > 2
+    ]
+    assert len(points) > 15
+    for point in points:
+        ratio = difference_bits(point["lr"]) / point["bf16"]["all"]["exact"]
+        assert 0.75 < ratio < 4 / 3, (point["lr"], ratio)
