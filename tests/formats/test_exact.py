@@ -55,11 +55,7 @@ def decoded(header, body, held, mantissa):
     top, count, width, words = header & 255, header >> 8 & 1023, header >> 18 & 15, header >> 22
     assert len(body) == 4 * words
     count = 1024 if count == 0 and width else count
-    new = []
-    for pattern in held:
-        exponent = max(1, (pattern & 2**15 - 1) >> mantissa)
-        near = 16 if top == 255 or top - exponent >= mantissa else max(0, top - exponent + 1) if top > exponent else 0
-        new.append(order(pattern) + signed(near))
+    new = [order(pattern) for pattern in held]
     if count:
         low = int(math.log2(1024 / count))
         unary = [take(1) for _ in range(count + (1024 >> low))]
@@ -69,6 +65,10 @@ def decoded(header, body, held, mantissa):
             place = upper << low | take(low)
             rest = signed(width)
             new[place] += rest + 1 if rest >= 0 else rest
+    for place, pattern in enumerate(held):
+        exponent = (pattern & 2**15 - 1) >> mantissa
+        near = 16 if top == 255 or top - exponent >= mantissa else max(0, top - exponent + 1) if top > exponent else 0
+        new[place] += signed(near)
     assert sum(bits) == 0 and len(bits) < 32, "nothing is left but the end of a word"
     wrapped = [(integer + 2**15) % 2**16 - 2**15 for integer in new]
     return [integer if integer >= 0 else 2**15 + (-1 - integer) for integer in wrapped]

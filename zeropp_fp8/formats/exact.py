@@ -5,12 +5,12 @@ moves the numbers of a tensor about equally far, and how many units in the last 
 of the held number, which both sides know. Each chunk of 1024 numbers has a header, and a body of whole 32-bit words in
 which bits follow each other, the lowest first:
 
+    rest   what near bits cannot say, of so few numbers that their places are listed, in the code of Elias and Fano
+           (P. Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21, 1974): of
+           `count` places in ascending order the upper bits in unary (the i-th sets bit (place >> low) + i), then for
+           each its `low` lower bits and `width` bits of the rest
     near   for each number with an exponent e below `top`, as much of the difference as k = top - e bits and a sign can
            say; all 16 bits where k reaches the mantissa's
-    rest   what is left, for so few numbers that their places are listed, in the code of Elias and Fano (P. Elias,
-           "Efficient storage and retrieval by content and address of static files", J. ACM 21, 1974): of `count`
-           places in ascending order the upper bits in unary (the i-th sets bit (place >> low) + i), then for each
-           its `low` lower bits and `width` bits of the rest
 
 The sender takes the `top` that leaves no rest beyond one unit, or one less, whichever makes the smaller body; or 16
 bits of every number, if that is less. So no change is too large. kernels/wire/exact.py does the same on a GPU.
@@ -88,16 +88,16 @@ def encode(numbers: Tensor, held: Tensor, headers: Tensor, ends: Tensor, body: T
     bits = near_bits(exponents, top, held.dtype)
     near = _near(difference, bits)
     flat, starts = body.view(-1), _starts(headers, ends, body)
-    _put(flat, near, bits, starts.unsqueeze(-1) + bits.cumsum(-1) - bits)
+    near_at = starts + rest_bits(count, width)
+    _put(flat, near, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits)
     rest = difference - near
     chunk, place = rest.nonzero(as_tuple=True)
     if not chunk.numel():
         return
     index = ((rest != 0).cumsum(-1) - 1)[chunk, place]
-    unary = starts + bits.sum(-1)
-    flat[unary[chunk] + (place >> low[chunk]) + index] = 1
+    flat[starts[chunk] + (place >> low[chunk]) + index] = 1
     rest, width, low = rest[chunk, place], width[chunk], low[chunk]
-    at = (unary + count + (CHUNK >> low_bits(count)))[chunk] + index * (low + width)
+    at = (starts + count + (CHUNK >> low_bits(count)))[chunk] + index * (low + width)
     _put(flat, place & ((1 << low) - 1), low, at)
     _put(flat, torch.where(rest > 0, rest - 1, rest), width, at + low)
 
@@ -108,14 +108,15 @@ def add(headers: Tensor, ends: Tensor, body: Tensor, held: Tensor) -> None:
     top, count, width, low = _fields(headers)
     bits = near_bits(exponents, top, held.dtype)
     flat, starts = body.view(-1), _starts(headers, ends, body)
-    difference = _signed(_get(flat, bits, starts.unsqueeze(-1) + bits.cumsum(-1) - bits), bits)
-    unary, numel = starts + bits.sum(-1), (count + (CHUNK >> low)) * (count > 0)
+    near_at = starts + rest_bits(count, width)
+    difference = _signed(_get(flat, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits), bits)
+    numel = (count + (CHUNK >> low)) * (count > 0)
     chunk = torch.arange(len(numel), device=held.device).repeat_interleave(numel)
     bit = torch.arange(len(chunk), device=held.device) - (numel.cumsum(0) - numel)[chunk]
-    is_set = flat[unary[chunk] + bit] != 0
+    is_set = flat[starts[chunk] + bit] != 0
     chunk, bit = chunk[is_set], bit[is_set]
     index = torch.arange(len(chunk), device=held.device) - (count.cumsum(0) - count)[chunk]
-    at = (unary + numel)[chunk] + index * (low + width)[chunk]
+    at = (starts + numel)[chunk] + index * (low + width)[chunk]
     place = ((bit - index) << low[chunk]) + _get(flat, low[chunk], at)
     rest = _signed(_get(flat, width[chunk], at + low[chunk]), width[chunk])
     difference[chunk, place] += torch.where(rest >= 0, rest + 1, rest)
@@ -176,7 +177,7 @@ def _difference(numbers: Tensor, held: Tensor) -> Tensor:
 def _exponents(held: Tensor) -> Tensor:
     mantissa = MANTISSA[held.dtype]
     exponents = (held.view(torch.int16).int() >> mantissa) & ((1 << (BITS - 1 - mantissa)) - 1)
-    return _in_chunks(exponents.clamp(min=1), _NO_NUMBER)
+    return _in_chunks(exponents, _NO_NUMBER)
 
 
 def _near(difference: Tensor, bits: Tensor) -> Tensor:

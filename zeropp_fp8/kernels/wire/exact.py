@@ -1,8 +1,10 @@
 """Exact differences of 16-bit numbers from what is held of them, in the code of formats/exact.py: the same bytes.
 
-A program handles one chunk of 1024 numbers of one tensor. Reading 4 bytes per number, `make_headers` finds how each
-chunk is sent and `encode` sends it: a few numbers at a time are put together in registers, and what is not zero of them
-is set by atomics, in a body of zeros. `add` reads 2 bytes per number where anything has changed, and writes what has.
+A program, one warp, handles one chunk of 1024 numbers of one tensor. `make_headers` reads 4 bytes per number to find
+how a chunk is sent; `encode` reads them again and sends it, in a body of zeros: what 8 numbers have to say is put
+together in registers where it fits into 64 bits, and what is not zero of it set by atomics. `add` reads and writes 2
+bytes per number, or only listed numbers where nothing else has changed. Instructions bound them, not memory: 50 to 80
+per number, where a copy's bandwidth leaves time for about 25 on an H100.
 """
 
 from __future__ import annotations
@@ -21,16 +23,22 @@ _CHUNK = tl.constexpr(1024)
 _BITS = tl.constexpr(16)
 _MAGNITUDE = tl.constexpr(32767)
 _RAW = tl.constexpr(255)
-_NO_NUMBER = tl.constexpr(1024)
-_TOGETHER = tl.constexpr(4)  # numbers of up to 16 bits that are put in their place at once
-_STRIDE = tl.constexpr(256)  # bits of a list's unary part that are read at once
+_NO_NUMBER = tl.constexpr(1024)  # the exponent of a number beyond the end of its tensor
+_PIECE = tl.constexpr(256)  # numbers that are written or added at once: 8 per thread, which reads 16 bytes of each
+_GROUP = tl.constexpr(8)  # of them that are put together, if 64 bits do
+_STRIDE = tl.constexpr(128)  # bits of a list's unary part that are read at once
 
 
 @triton.jit
 def length_of(magnitudes):
     """Bits that integers need."""
-    exponents = (magnitudes.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    return tl.where(magnitudes > 0, exponents, 0)
+    return (float_exponent(magnitudes) - 126) * (magnitudes > 0)
+
+
+@triton.jit
+def float_exponent(integers):
+    """126 more than the bits that the magnitudes of integers of 24 bits at most need; 0 of 0."""
+    return (integers.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255
 
 
 @triton.jit
@@ -40,59 +48,59 @@ def low_bits(count):
 
 @triton.jit
 def in_order(bits):
-    return tl.where(bits < 0, -32769 - bits, bits)
+    """Upper halves of int32, and back; the lower ones are zeros. So sums and differences are mod 2^16 by themselves."""
+    return bits ^ ((bits >> 31) & (_MAGNITUDE << 16))
 
 
 @triton.jit
-def wrapped(integers):
-    """mod 2^16, with a sign."""
-    return integers.to(tl.int16).to(tl.int32)
+def near_bits(power, MANTISSA: tl.constexpr):
+    return tl.where(power < MANTISSA, tl.where(power > 0, power + 1, 0), _BITS)
 
 
 @triton.jit
-def exponents_of(bits, exist, MANTISSA: tl.constexpr):
-    of_numbers = (bits >> MANTISSA) & (_MAGNITUDE >> MANTISSA)
-    return tl.where(exist, tl.maximum(of_numbers, 1), _NO_NUMBER)
+def near_part(difference, power, MANTISSA: tl.constexpr):
+    most = (1 << tl.minimum(tl.maximum(power, 0), MANTISSA)) - 1
+    return tl.where(power < MANTISSA, tl.minimum(tl.maximum(difference, -most), most), difference)
 
 
 @triton.jit
-def near_bits(exponents, top, MANTISSA: tl.constexpr):
-    power = top - exponents
-    bits = tl.where(power < MANTISSA, tl.where(power > 0, power + 1, 0), _BITS)
-    return tl.where(exponents < _NO_NUMBER, tl.where(top == _RAW, _BITS, bits), 0)
+def load_numbers(base_ptr, numel, NUMBERS: tl.constexpr):
+    """int32 with 16-bit numbers as their upper halves; 0 where there are none."""
+    places = tl.arange(0, NUMBERS)
+    if numel >= NUMBERS:
+        numbers = tl.load(base_ptr + places).to(tl.int32)
+    else:
+        numbers = tl.load(base_ptr + places, mask=places < numel, other=0).to(tl.int32)
+    return numbers << 16
 
 
 @triton.jit
-def near_part(difference, bits):
-    most = (1 << tl.maximum(bits - 1, 0)) - 1
-    return tl.where(bits == _BITS, difference, tl.minimum(tl.maximum(difference, -most), most))
+def exponents_of(numbers, numel, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr):
+    exponents = (numbers >> (16 + MANTISSA)) & (_MAGNITUDE >> MANTISSA)
+    if numel < NUMBERS:
+        exponents = tl.where(tl.arange(0, NUMBERS) < numel, exponents, _NO_NUMBER)
+    return exponents
 
 
 @triton.jit
-def load_chunk(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, MANTISSA: tl.constexpr):
-    """(differences, exponents of what is held, how many numbers there are) of a chunk."""
-    places = tile * _CHUNK + tl.arange(0, _CHUNK)
-    numel = tl.load(segments_ptr + 5 * segment + 1)
+def chunk_of(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, ALIGNED: tl.constexpr):
+    """(where a chunk's numbers are, where what is held of them, how many are left of each from there on)."""
+    first = tile * _CHUNK
     held_ptr = (held_ptr + tl.multiple_of(tl.load(segments_ptr + 5 * segment), 16)).to(tl.pointer_type(tl.int16))
-    base_ptr += tl.load(tensors_ptr + 2 * segment)
-    exist = places < numel
-    held = tl.load(held_ptr + places, mask=exist, other=0).to(tl.int32)
-    numbers = tl.load(base_ptr + places, mask=exist & (places < tl.load(tensors_ptr + 2 * segment + 1)), other=0)
-    difference = wrapped(in_order(numbers.to(tl.int32)) - in_order(held))
-    return difference, exponents_of(held, exist, MANTISSA), tl.minimum(numel - tile * _CHUNK, _CHUNK).to(tl.int32)
+    start = tl.load(tensors_ptr + 2 * segment) + first
+    if ALIGNED:
+        start = tl.multiple_of(start, 8)
+    numel = (tl.load(segments_ptr + 5 * segment + 1) - first).to(tl.int32)
+    there = (tl.load(tensors_ptr + 2 * segment + 1) - first).to(tl.int32)
+    return base_ptr + start, held_ptr + first, there, numel
 
 
 @triton.jit
-def header_with(difference, exponents, top, MANTISSA: tl.constexpr):
+def header_of(top, bits, count, width):
     """(a header without its number of words, that number; too large where the fields cannot say what is left)."""
-    bits = near_bits(exponents, top, MANTISSA)
-    rest = difference - near_part(difference, bits)
-    sums = tl.sum(bits + ((rest != 0).to(tl.int32) << 16), axis=0)
-    count = sums >> 16
-    width = tl.where(count > 0, 1 + length_of(tl.maximum(tl.max(tl.abs(rest), axis=0) - 1, 0)), 0)
     low = low_bits(count)
     listed = tl.where(count > 0, count * (1 + low + width) + (_CHUNK >> low), 0)
-    words = ((sums & 0xFFFF) + listed + 31) >> 5
+    words = (bits + listed + 31) >> 5
     return top | (count & 1023) << 8 | width << 18, tl.where(width <= 15, words, 2 * _CHUNK)
 
 
@@ -100,91 +108,131 @@ def header_with(difference, exponents, top, MANTISSA: tl.constexpr):
 @triton.jit
 def make_headers_kernel(
     base_ptr, held_ptr, headers_ptr, tensors_ptr, segments_ptr, tile_starts_ptr, MANTISSA: tl.constexpr,
-    STARTS: tl.constexpr,
+    ALIGNED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     tile, segment = tile_of_program(tile_starts_ptr, STARTS)
-    difference, exponents, numel = load_chunk(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, MANTISSA)
-    lengths = length_of(tl.abs(difference))
-    needed = tl.max(tl.where(lengths > 1, exponents + tl.minimum(lengths, MANTISSA), 0), axis=0)
-    header, words = header_with(difference, exponents, tl.minimum(needed, _RAW), MANTISSA)
-    other, other_words = header_with(difference, exponents, tl.minimum(tl.maximum(needed - 1, 0), _RAW), MANTISSA)
+    new_ptr, old_ptr, there, numel = chunk_of(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, ALIGNED)
+    held = load_numbers(old_ptr, numel, _CHUNK)
+    difference = in_order(load_numbers(new_ptr, there, _CHUNK)) - in_order(held) >> 16
+    exponents = exponents_of(held, numel, _CHUNK, MANTISSA)
+    lengths = float_exponent(difference)
+    needed = tl.max(tl.where(lengths > 127, exponents + tl.minimum(lengths, MANTISSA + 126), 126), axis=0) - 126
+    magnitudes = tl.abs(difference)
+    # Only single units are left.
+    top = tl.minimum(needed, _RAW)
+    power = tl.where(top < _RAW, top, _NO_NUMBER) - exponents
+    left = (power <= 0) & (magnitudes == 1)
+    sums = tl.sum(near_bits(power, MANTISSA) + tl.where(left, 1 << 16, 0), axis=0)
+    count = sums >> 16
+    header, words = header_of(top, sums & 0xFFFF, count, tl.minimum(count, 1))
+    # One bit less for each.
+    top = tl.minimum(tl.maximum(needed - 1, 0), _RAW)
+    power = tl.where(top < _RAW, top, _NO_NUMBER) - exponents
+    rest = magnitudes + 1 - (1 << tl.minimum(tl.maximum(power, 0), MANTISSA))
+    rest = tl.where(power < MANTISSA, rest, 0)
+    sums = tl.sum(near_bits(power, MANTISSA) + tl.where(rest > 0, 1 << 16, 0), axis=0)
+    count = sums >> 16
+    width = tl.where(count > 0, 1 + length_of(tl.max(rest, axis=0) - 1), 0)
+    other, other_words = header_of(top, sums & 0xFFFF, count, width)
     header, words = tl.where(other_words < words, other, header), tl.minimum(words, other_words)
-    raw_words = (numel * _BITS + 31) >> 5
+    raw_words = (tl.minimum(numel, _CHUNK) * _BITS + 31) >> 5
     header, words = tl.where(raw_words < words, _RAW, header), tl.minimum(words, raw_words)
     tl.store(headers_ptr + tl.program_id(0), header | words << 22)
 
 
 @triton.jit
-def put(body_ptr, values, places, mask, WORDS: tl.constexpr):
+def put_word(body_ptr, word, bits):
+    tl.atomic_or(body_ptr + word, bits, mask=bits != 0, sem="relaxed")
+
+
+@triton.jit
+def put(body_ptr, values, places, WORDS: tl.constexpr):
     """Set the bits of uint64 values from bits `places` on, over so many words at most."""
     word, shift = places >> 5, (places & 31).to(tl.uint64)
-    for i in tl.static_range(WORDS):
-        if i == 0:
-            part = values << shift
-        else:
-            part = tl.where(shift > 0, values >> (32 * i - shift), values >> (32 * i - 1) >> 1)
-        part = part.to(tl.uint32).to(tl.int32, bitcast=True)
-        tl.atomic_or(body_ptr + word + i, part, mask=mask & (part != 0), sem="relaxed")
+    put_word(body_ptr, word, (values << shift).to(tl.uint32).to(tl.int32, bitcast=True))
+    rest = values >> 1 >> (31 - shift)
+    put_word(body_ptr, word + 1, rest.to(tl.uint32).to(tl.int32, bitcast=True))
+    if WORDS > 2:
+        put_word(body_ptr, word + 2, (rest >> 32).to(tl.uint32).to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def get(body_ptr, bits, places, mask):
-    """Values of so many bits, 31 at most, without a sign; 0 outside of the mask."""
-    word, shift = places >> 5, places & 31
-    lower = tl.load(body_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    upper = tl.load(body_ptr + word + 1, mask=mask & (shift + bits > 32), other=0).to(tl.uint32, bitcast=True)
-    both = lower.to(tl.uint64) | upper.to(tl.uint64) << 32
-    return (both >> shift.to(tl.uint64)).to(tl.int32) & ((1 << bits) - 1)
+def put_run(body_ptr, values, lengths, first):
+    """Set uint32 values of so many bits, one after the other from bit `first` on; give the bit after them."""
+    grouped = tl.reshape(lengths, (_PIECE // _GROUP, _GROUP))
+    of_groups = tl.sum(grouped, axis=1)
+    if tl.max(of_groups, axis=0) <= 64:
+        places = tl.cumsum(grouped, axis=1) - grouped
+        together = tl.sum(tl.reshape(values, (_PIECE // _GROUP, _GROUP)).to(tl.uint64) << places.to(tl.uint64), axis=1)
+        put(body_ptr, together.to(tl.uint64), first + tl.cumsum(of_groups, axis=0) - of_groups, 3)
+    else:
+        put(body_ptr, values.to(tl.uint64), first + tl.cumsum(lengths, axis=0) - lengths, 2)
+    return first + tl.sum(of_groups, axis=0)
 
 
 @triton.jit
-def signed(values, bits):
-    half = 1 << tl.maximum(bits - 1, 0)
-    return tl.where((values >= half) & (bits > 0), values - 2 * half, values)
+def get(body_ptr, places):
+    """uint32 from bits `places` on; a row ends with a word that no body has."""
+    word, shift = places >> 5, (places & 31).to(tl.uint64)
+    lower = tl.load(body_ptr + word).to(tl.uint32, bitcast=True)
+    upper = tl.load(body_ptr + word + 1).to(tl.uint32, bitcast=True)
+    return ((lower.to(tl.uint64) | upper.to(tl.uint64) << 32) >> shift).to(tl.uint32)
+
+
+@triton.jit
+def upper_half(values, bits):
+    """int32 with the lowest `bits` of values, 16 at most and one of them a sign, as its upper half."""
+    unused = 31 - bits
+    return (values << 1 << unused.to(tl.uint32)).to(tl.int32, bitcast=True) >> (unused - 15)
 
 
 @triton.jit
 def body_of(headers_ptr, ends_ptr, chunk):
-    """(top, count, width, the body's first word, its words)."""
+    """(top, count, width, low, the body's first word, its words, bits of the list's unary part)."""
     header = tl.load(headers_ptr + chunk)
     width, words = (header >> 18) & 15, (header >> 22) & 1023
     count = (header >> 8) & 1023
     count = tl.where((count == 0) & (width > 0), _CHUNK, count)
-    return header & 255, count, width, tl.load(ends_ptr + chunk) - words, words
+    low = low_bits(count)
+    unary = tl.where(count > 0, count + (_CHUNK >> low), 0)
+    return header & 255, count, width, low, tl.load(ends_ptr + chunk) - words, words, unary
 
 
 @Kernel
 @triton.jit
 def encode_exact_kernel(
     base_ptr, held_ptr, headers_ptr, ends_ptr, body_ptr, tensors_ptr, segments_ptr, tile_starts_ptr,
-    MANTISSA: tl.constexpr, STARTS: tl.constexpr,
+    MANTISSA: tl.constexpr, ALIGNED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    top, count, width, start, words = body_of(headers_ptr, ends_ptr, tl.program_id(0))
+    top, count, width, low, start, words, unary = body_of(headers_ptr, ends_ptr, tl.program_id(0))
     if words > 0:
         body_ptr += start
         tile, segment = tile_of_program(tile_starts_ptr, STARTS)
-        difference, exponents, _ = load_chunk(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, MANTISSA)
-        bits = near_bits(exponents, top, MANTISSA)
-        near = near_part(difference, bits)
-        # The first body's word is a multiple of 32 bits; places count from there.
-        places = tl.cumsum(bits, axis=0) - bits
-        groups: tl.constexpr = _CHUNK // _TOGETHER
-        grouped = tl.reshape(places, (groups, _TOGETHER))
-        first = tl.min(grouped, axis=1)
-        values = tl.reshape((near & ((1 << bits) - 1)).to(tl.uint64), (groups, _TOGETHER))
-        together = tl.sum(values << (grouped - first[:, None]).to(tl.uint64), axis=1)
-        put(body_ptr, together.to(tl.uint64), first, together != 0, 3)
-        if count > 0:
-            rest = difference - near
-            listed = rest != 0
-            index = tl.cumsum(listed.to(tl.int32), axis=0) - 1
-            place, low, unary = tl.arange(0, _CHUNK), low_bits(count), tl.sum(bits, axis=0)
-            at = unary + (place >> low) + index
-            tl.atomic_or(body_ptr + (at >> 5), 1 << (at & 31), mask=listed, sem="relaxed")
-            value = tl.where(rest > 0, rest - 1, rest) & ((1 << width) - 1)
-            entry = (place & ((1 << low) - 1)) | value << low
-            at = unary + count + (_CHUNK >> low) + index * (low + width)
-            put(body_ptr, entry.to(tl.uint64), at, listed, 2)
+        new_ptr, old_ptr, there, numel = chunk_of(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, ALIGNED)
+        top = tl.where(top < _RAW, top, _NO_NUMBER)
+        place, indices, list_at, near_at = tl.arange(0, _PIECE), 0, unary, unary + count * (low + width)
+        for first in range(0, _CHUNK, _PIECE):
+            held = load_numbers(old_ptr + first, numel - first, _PIECE)
+            difference = in_order(load_numbers(new_ptr + first, there - first, _PIECE)) - in_order(held) >> 16
+            power = top - exponents_of(held, numel - first, _PIECE, MANTISSA)
+            bits, near = near_bits(power, MANTISSA), near_part(difference, power, MANTISSA)
+            if top > 0:
+                near_at = put_run(body_ptr, (near & ((1 << bits) - 1)).to(tl.uint32), bits, near_at)
+            if count > 0:
+                rest = difference - near
+                listed = (rest != 0).to(tl.int32)
+                # The unary part of 8 places: as many bits at most, and one for each that is listed
+                grouped = tl.reshape(listed, (_PIECE // _GROUP, _GROUP))
+                of_groups = tl.sum(grouped, axis=1)
+                groups = tl.arange(0, _PIECE // _GROUP) * _GROUP + first >> low
+                at = (tl.reshape(first + place >> low, (_PIECE // _GROUP, _GROUP))) - groups[:, None]
+                at += tl.cumsum(grouped, axis=1) - grouped
+                unary_bits = tl.sum(grouped << at, axis=1)
+                put(body_ptr, unary_bits.to(tl.uint64), indices + groups + tl.cumsum(of_groups, axis=0) - of_groups, 2)
+                indices += tl.sum(of_groups, axis=0)
+                value = tl.where(rest > 0, rest - 1, rest) & ((1 << width) - 1)
+                entry = tl.where(rest != 0, (first + place & ((1 << low) - 1)) | value << low, 0)
+                list_at = put_run(body_ptr, entry.to(tl.uint32), listed * (low + width), list_at)
 
 
 @Kernel
@@ -196,39 +244,41 @@ def add_exact_kernel(
     row = tl.program_id(1).to(tl.int64)
     brought_ptr += row * row_bytes
     headers_ptr = (brought_ptr + headers_at).to(tl.pointer_type(tl.int32))
-    top, count, width, start, words = body_of(headers_ptr, ends_ptr + row * chunks, tl.program_id(0))
+    top, count, width, low, start, words, unary = body_of(headers_ptr, ends_ptr + row * chunks, tl.program_id(0))
     if words > 0:
         tile, segment = tile_of_program(tile_starts_ptr, STARTS)
         body_ptr = (brought_ptr + body_at).to(tl.pointer_type(tl.int32)) + start
         held_at = tl.multiple_of(tl.load(segments_ptr + 5 * segment), 16)
-        numbers_ptr = (held_ptr + row * held_row_bytes + held_at).to(tl.pointer_type(tl.int16)) + tile * _CHUNK
-        numel = tl.load(segments_ptr + 5 * segment + 1) - tile * _CHUNK
-        unary = 0
+        held_ptr += tl.multiple_of(row * held_row_bytes, 16) + held_at
+        numbers_ptr = held_ptr.to(tl.pointer_type(tl.int16)) + tile * _CHUNK
+        numel = (tl.load(segments_ptr + 5 * segment + 1) - tile * _CHUNK).to(tl.int32)
         if top > 0:
-            place = tl.arange(0, _CHUNK)
-            held = tl.load(numbers_ptr + place, mask=place < numel, other=0).to(tl.int32)
-            bits = near_bits(exponents_of(held, place < numel, MANTISSA), top, MANTISSA)
-            difference = signed(get(body_ptr, bits, tl.cumsum(bits, axis=0) - bits, bits > 0), bits)
-            changed = in_order(wrapped(in_order(held) + difference))
-            tl.store(numbers_ptr + place, changed.to(tl.int16), mask=difference != 0)
-            unary = tl.sum(bits, axis=0)
+            top, near_at = tl.where(top < _RAW, top, _NO_NUMBER), unary + count * (low + width)
+            for first in range(0, tl.minimum(_CHUNK, numel), _PIECE):
+                held = load_numbers(numbers_ptr + first, numel - first, _PIECE)
+                bits = near_bits(top - exponents_of(held, numel - first, _PIECE, MANTISSA), MANTISSA)
+                ends = tl.cumsum(bits, axis=0)
+                values = get(body_ptr, near_at + ends - bits)
+                near_at += tl.sum(bits, axis=0)
+                changed = in_order(in_order(held) + upper_half(values, bits))
+                changed, places = (changed >> 16).to(tl.int16), first + tl.arange(0, _PIECE)
+                if numel - first < _PIECE:
+                    tl.store(numbers_ptr + places, changed, mask=places < numel)
+                else:
+                    tl.store(numbers_ptr + places, changed)
             tl.debug_barrier()  # below other threads change the same numbers
-        low = low_bits(count)
-        length = tl.where(count > 0, count + (_CHUNK >> low), 0)
         found = 0
-        for first in range(0, length, _STRIDE):
+        for first in range(0, unary, _STRIDE):
             bit = first + tl.arange(0, _STRIDE)
-            at = unary + bit
-            is_set = (tl.load(body_ptr + (at >> 5), mask=bit < length, other=0) >> (at & 31)) & 1
+            is_set = (tl.load(body_ptr + (bit >> 5), mask=bit < unary, other=0) >> (bit & 31)) & 1
             index = found + tl.cumsum(is_set, axis=0) - 1
-            at = unary + length + index * (low + width)
             listed = is_set > 0
-            entry = get(body_ptr, low + width, at, listed)
-            place = ((bit - index) << low) | (entry & ((1 << low) - 1))
-            rest = signed(entry >> low, width)
-            rest = tl.where(rest >= 0, rest + 1, rest)
-            held = tl.load(numbers_ptr + place, mask=listed, other=0).to(tl.int32)
-            changed = in_order(wrapped(in_order(held) + rest))
+            entry = get(body_ptr, unary + tl.maximum(index, 0) * (low + width))
+            place = ((bit - index) << low) | (entry & ((1 << low) - 1)).to(tl.int32)
+            rest = upper_half(entry >> low.to(tl.uint32), width) >> 16
+            rest = tl.where(rest >= 0, rest + 1, rest) << 16
+            held = tl.load(numbers_ptr + place, mask=listed, other=0).to(tl.int32) << 16
+            changed = in_order(in_order(held) + rest) >> 16
             tl.store(numbers_ptr + place, changed.to(tl.int16), mask=listed)
             found += tl.sum(is_set, axis=0)
 
@@ -236,7 +286,7 @@ def add_exact_kernel(
 def _tables(segments: SegmentTable) -> tuple[Tensor, Tensor, int, dict]:
     """(where tensors lie in what is held, their first chunks, chunks, constants)."""
     starts, chunks = segments.tile_starts(1)
-    return segments.segments, starts, chunks, {"STARTS": starts.numel(), "num_warps": 4}
+    return segments.segments, starts, chunks, {"STARTS": starts.numel(), "num_warps": 1}
 
 
 def make_headers(tensors: list[Tensor], table: TensorTable, segments: SegmentTable, held: Tensor) -> Tensor:
@@ -248,6 +298,7 @@ def make_headers(tensors: list[Tensor], table: TensorTable, segments: SegmentTab
     places, starts, chunks, constants = _tables(segments)
     headers = torch.empty(chunks, dtype=torch.int32, device=held.device)
     base, constants["MANTISSA"] = tensors[0].view(torch.int16), MANTISSA[tensors[0].dtype]
+    constants["ALIGNED"] = table.aligned
     make_headers_kernel[(chunks,)](base, held, headers, table.entries, places, starts, **constants)
     return headers
 
@@ -259,6 +310,7 @@ def encode_exact(
     """Write the bodies that `headers` and `ends`, int32 [chunks], are of to int32 `body`, which holds zeros."""
     places, starts, chunks, constants = _tables(segments)
     base, constants["MANTISSA"] = tensors[0].view(torch.int16), MANTISSA[tensors[0].dtype]
+    constants["ALIGNED"] = table.aligned
     encode_exact_kernel[(chunks,)](base, held, headers, ends, body, table.entries, places, starts, **constants)
 
 

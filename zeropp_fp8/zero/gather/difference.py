@@ -81,7 +81,8 @@ class Rows:
         else:
             headers = torch.cat([exact.make_headers(*pair) for pair in self._pairs(tensors, held)], dim=1)
         ends = exact.ends_of(headers)
-        return Measured(headers, ends, align_up(self._body_at + _WORD_BYTES * ends[0, -1:].long()))
+        words = ends[0, -1:].long() + bool(self._coded)  # kernels read two at once, also of the last
+        return Measured(headers, ends, align_up(self._body_at + _WORD_BYTES * words))
 
     def encode(self, tensors: Sequence[Tensor], held: Tensor, measured: Measured, out: Tensor) -> None:
         """Write a row to `out`, uint8 [1, row bytes]; arguments are those of `measure`, and what it gave."""
