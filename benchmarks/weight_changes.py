@@ -156,7 +156,7 @@ def reinforce(run: str, args) -> dict:
         for name, value in (("iterations", args.iterations), ("eval-every", args.iterations), ("out", out / "watched")):
             words[words.index(f"--{name}") + 1] = str(value)
         os.environ |= {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "WATCHED_OUT": str(lines),
             "WATCHED_STEPS": ",".join(map(str, looked_at(4 * args.iterations))),
         }

@@ -91,8 +91,9 @@ class Count:
         magnitude = torch.arange(-MOST - 1, MOST + 1, device=given.device).abs()
         magnitude[0] = 2**RAW  # escapes
         widths = torch.arange(2, 9, device=given.device)
-        beyond = (magnitude > 2 ** (widths - 1).unsqueeze(1) - 1).long() @ given.t()  # [widths, exponents]
-        in_widths = widths.unsqueeze(1) * numels + RAW * beyond
+        is_beyond = magnitude > 2 ** (widths - 1).unsqueeze(1) - 1
+        beyond = is_beyond.double() @ given.double().t()  # [widths, exponents]; CUDA multiplies no integers
+        in_widths = widths.unsqueeze(1) * numels + RAW * beyond.long()
         changed, escaped = numels - given[:, MOST + 1], numels - given[:, MOST : MOST + 3].sum(1)
         in_bitmap = numels + SYMBOL * changed + ESCAPE * escaped
         dense = torch.minimum(in_widths.amin(0), RAW * numels)
