@@ -137,23 +137,23 @@ def measure(elements: int, device: torch.device, repeats: int, only: list[str]) 
         add("quantize+feedback", f"{name}{by}", work, moved)
     # how weights differ from what 2 ranks hold of them: what one sends of its half, and what each does with both
     half, bf16 = elements // 2, make_format("none", dtype=values.dtype)
-    coder = Rows([half], [values.dtype], device)
+    coder = Rows([bf16], [half], device)
     for rate in LEARNING_RATES:
         before, after = an_update(half, rate, device)
         brought = []  # back and there: what a difference is added to must be what it was made from
         for old, new in ((after, before), (before, after)):
-            held = bf16.encode_rows(old.unsqueeze(0))
-            measured = coder.measure([new], held)
-            row = torch.empty(1, int(measured.row_bytes), dtype=torch.uint8, device=device)
-            coder.encode([new], held, measured, row)
-            brought.insert(0, row.repeat(2, 1))
-        name, bits = f"bf16, lr {rate:g}", 8 * row.nbytes / max(1, half)
-        moved = after.nbytes + held.nbytes + measured.headers.nbytes
-        add("measure difference", name, partial(coder.measure, [after], held), moved, bits=bits)
-        work = partial(coder.encode, [after], held, measured, row)
-        add("encode difference", name, work, moved + row.nbytes, bits=bits)
+            row, held = (bf16.encode_rows(each.unsqueeze(0)) for each in (new, old))
+            measured = coder.measure(row, held)
+            sent = torch.empty(1, int(measured.row_bytes), dtype=torch.uint8, device=device)
+            coder.encode(row, held, measured, sent)
+            brought.insert(0, sent.repeat(2, 1))
+        name, bits = f"bf16, lr {rate:g}", 8 * sent.nbytes / max(1, half)
+        moved = row.nbytes + held.nbytes + measured.headers.nbytes
+        add("measure difference", name, partial(coder.measure, row, held), moved, bits=bits)
+        work = partial(coder.encode, row, held, measured, sent)
+        add("encode difference", name, work, moved + sent.nbytes, bits=bits)
         in_turn, of_both = itertools.cycle(brought), held.repeat(2, 1)
-        moved = 2 * row.nbytes + 2 * of_both.nbytes
+        moved = 2 * sent.nbytes + 2 * of_both.nbytes
         add("add difference", name, lambda: coder.add(next(in_turn), of_both), moved, bits=bits)  # noqa: B023
 
     part = elements // RANKS

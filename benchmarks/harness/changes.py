@@ -1,7 +1,7 @@
 """Bits that a lossless code of 16-bit weights needs, where the weights before a step are known; and of gradients.
 
 A weight's difference is that of two integers in the order of the numbers (`exact.in_order`): units in the last place.
-Four codes, of blocks of 128 weights or less, the last of 1024, so that a GPU finds a block's place by prefix sums:
+Five codes, of blocks of 128 weights or less, the last two of 1024, so that a GPU finds a block's place by prefix sums:
 
     bitmaps   a bit for each 32 weights; where one has changed, a bit for each weight; for each change 2 bits:
               +1, -1 or an escape; for each escape 16 bits
@@ -11,6 +11,7 @@ Four codes, of blocks of 128 weights or less, the last of 1024, so that a GPU fi
               a width in bits, beyond which it is an escape, or says that changes are seldom; those of 128 weights are
               sent as in `bitmaps` or as in `places`, which a bit says
     exact     what the package sends (formats/exact.py), with its headers
+    int8      what it sends of the INT8 codes that `zeropp` makes of the weights, scales and headers included
 
 `entropy` is that of the differences, each by itself: the least that a code without memory needs. `given_exponent` is
 that of a code which knows the exponent, with 16 bits more for differences beyond 127.
@@ -25,12 +26,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats import exact
+from zeropp_fp8.formats import exact, make_format
 
 BLOCK, SMALL_BLOCK = 128, 32
 SYMBOL, ESCAPE = 2, 16  # bits of a change, and what an escape adds
 RAW = 16
-CODES = ("bitmaps", "places", "exponents", "exact")
+CODES = ("bitmaps", "places", "exponents", "exact", "int8")
+INT8 = make_format("int8", block_size=256)
 EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 MOST = 127  # a larger difference counts as an escape where the exponent is known
 KINDS = (
@@ -75,8 +77,10 @@ class Count:
         self._bits["bitmaps"] += -(-difference.numel() // SMALL_BLOCK) + SMALL_BLOCK * small + of_changes.sum()
         changes = blocks_of(changed, BLOCK).sum(1)
         self._bits["places"] += (8 + torch.minimum(7 * changes + bitmap, BLOCK + bitmap).clamp(max=RAW * BLOCK)).sum()
-        headers = exact.make_headers(after.view(1, -1), before.view(1, -1))
-        self._bits["exact"] += exact.WORD * (headers.numel() + exact.field(headers, exact.WORDS).long().sum())
+        both = [each.view(1, -1) for each in (after, before)]
+        for code, pair in (("exact", both), ("int8", [INT8.encode_rows(each).view(torch.int8) for each in both])):
+            headers = exact.make_headers(*pair)
+            self._bits[code] += exact.WORD * (headers.numel() + exact.field(headers, exact.WORDS).long().sum())
         exponents = exponents_of(before).view(-1)
         beyond = difference.abs() > MOST
         place = exponents * (2 * MOST + 2) + torch.where(beyond, 0, difference + MOST + 1)

@@ -211,6 +211,7 @@ def _point(row: dict, source: str, rows: list[dict]) -> MeasuredPoint:
         kept_parameters=0 if question in NOTHING_KEPT else job.kept_parameters,
         checkpointing=bool(row.get("checkpointing", False)),
         lora=LORA if question in OF_LORA else None,
+        learning_rate=row.get("lr", job.learning_rate),
     )
     peak = row["peak_gib"] * 2**30 if row.get("peak_gib") else row.get("peak_bytes")
     step_ms, fastest, slowest = row["step_ms"], row.get("min_ms", math.inf), row.get("max_ms", 0)

@@ -12,7 +12,6 @@ from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, ORDER, REFERENCES, g
 from benchmarks.report.blocks import Block, paragraph, since, table
 from benchmarks.weight_fidelity import RUNS
 from zeropp_fp8.config import difference_bits
-from zeropp_fp8.formats.exact import BITS
 
 QUESTION = "wire_convergence"
 FILES = tuple(f"{QUESTION}/{path.stem}" for path in sorted((RESULTS / QUESTION).glob("*.json")))
@@ -161,7 +160,7 @@ def weight_fidelity_says(result: dict) -> str:
     least = min(switched, key=lambda name: sent(found[name]))
     db = {name: f"{decibels(found[name], last):.1f}" for name in ("int8", "int4")}
     copy = {name: f"{found[name][0]['kept_bytes_a_parameter']:.2f}" for name in ("bf16", "int8", "int4")}
-    exact = [f"{difference_bits(rate) / BITS:.2f} M at {rate:g}" for rate in (1e-5, 1e-4, 1e-3)]
+    exact = [f"{difference_bits(rate) / 16:.2f} M at {rate:g}" for rate in (1e-5, 1e-4, 1e-3)]
     return paragraph(
         f"""A choice that is made anew while training goes on sends between {sent(found["int4"]):.3f} M of weights a
         step (always INT4) and {sent(found["int8"]):.3f} M (always INT8), and needs room for a copy of {copy["int8"]}

@@ -17,7 +17,7 @@ from benchmarks.harness import changes
 from benchmarks.harness.environment import ROOT
 from benchmarks.harness.results import RESULTS, read_result
 from zeropp_fp8.config import difference_bits
-from zeropp_fp8.formats import exact
+from zeropp_fp8.formats import exact, make_format
 
 EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
@@ -87,8 +87,11 @@ def test_codes_against_those_by_hand(pairs, dtype):
     count.add(patterns, after)
     found = count.found()
     expected = by_hand((before.tolist(), changes.exponents_of(patterns).tolist()), new.tolist())
-    words = exact.field(exact.make_headers(after.view(1, -1), patterns.view(1, -1)), exact.WORDS)
-    expected["exact"] = 32 * (words.numel() + words.sum().item())
+    int8 = make_format("int8", block_size=256)
+    codes = [int8.encode_rows(each.view(1, -1)).view(torch.int8) for each in (after, patterns)]
+    for code, (late, early) in (("exact", (after.view(1, -1), patterns.view(1, -1))), ("int8", codes)):
+        words = exact.field(exact.make_headers(late, early), exact.WORDS)
+        expected[code] = 32 * (words.numel() + words.sum().item())
     assert {code: round(found[code] * len(pairs)) for code in changes.CODES} == expected
     own = Counter((new - before).tolist())
     assert found["entropy"] == pytest.approx(changes.entropy(own), abs=1e-9)
@@ -106,6 +109,7 @@ def test_what_does_not_change_costs_a_bit_for_each_block():
         and found["exponents"] == 5 / 128
         and found["exact"] == 32 / 1024
         and found["places"] == 8 / 128
+        and found["int8"] == 2 * 32 / 1024  # a second chunk, for 4 scales of 2 bytes in 16
     )
 
 

@@ -1,18 +1,18 @@
-"""Exact differences of 16-bit numbers from what is held of them: few bits where few have changed, by few units.
+"""Exact differences of 16-bit numbers, or 8-bit codes, from what is held of them: few bits where few have changed.
 
-A number counts as an integer, in the order of the numbers (`in_order`), and its difference is taken mod 2^16. An update
-moves the numbers of a tensor about equally far, and how many units in the last place that is depends on the exponent
-of the held number, which both sides know. Each chunk of 1024 numbers has a header, and a body of whole 32-bit words in
-which bits follow each other, the lowest first:
+A number counts as an integer, in the order of the numbers (`in_order`), and its difference is taken mod 2^16 or 2^8. An
+update moves the numbers of a tensor about equally far, and how many units in the last place that is depends on the
+exponent of the held number, which both sides know; that of an INT8 code is 0. Each chunk of 1024 numbers has a header,
+and a body of whole 32-bit words in which bits follow each other, the lowest first:
 
     rest   what near bits cannot say, of so few numbers that their places are listed, in the code of Elias and Fano
            (P. Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21, 1974): of
            `count` places in ascending order the upper bits in unary (the i-th sets bit (place >> low) + i), then for
            each its `low` lower bits and `width` bits of the rest
     near   for each number with an exponent e below `top`, as much of the difference as k = top - e bits and a sign can
-           say; all 16 bits where k reaches the mantissa's
+           say; all 16 or 8 bits where k reaches the mantissa's
 
-The sender takes the `top` that leaves no rest beyond one unit, or one less, whichever makes the smaller body; or 16
+The sender takes the `top` that leaves no rest beyond one unit, or one less, whichever makes the smaller body; or all
 bits of every number, if that is less. So no change is too large. kernels/wire/exact.py does the same on a GPU.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 CHUNK = 1024
 WORD = 32  # bits
-BITS = 16  # of a number
-MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3, torch.int8: 7}
+_INTEGERS = {1: torch.int8, 2: torch.int16}
 RAW = 255  # the `top` of a chunk that has all bits of its numbers
 # Bits of a header: of `top`, of `count`, which is 0 for 1024 too, of `width`, and of the number of words
 TOP, COUNT, WIDTH, WORDS = range(4)
@@ -44,19 +44,26 @@ def ends_of(headers: Tensor) -> Tensor:
 
 
 def in_order(numbers: Tensor) -> Tensor:
-    """int32 of 16-bit numbers, in their order: -0 and 0 are neighbours, and every bit pattern has its own."""
-    bits = numbers.view(torch.int16).int()
-    return torch.where(bits < 0, -(2**15) - 1 - bits, bits)
+    """int32 of numbers, in their order: -0 and 0 are neighbours, and every bit pattern has its own."""
+    return _turned(_integers(numbers), numbers.dtype).int()
 
 
 def from_order(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of integers mod 2^16."""
-    bits = integers.to(torch.int16)
-    return torch.where(bits < 0, -(2**15) - 1 - bits, bits).view(dtype)
+    """The numbers of integers, which count mod 2^16 or 2^8."""
+    return _turned(integers.to(_INTEGERS[dtype.itemsize]), dtype).view(dtype)
+
+
+def _integers(numbers: Tensor) -> Tensor:
+    return numbers.view(_INTEGERS[numbers.dtype.itemsize])
+
+
+def _turned(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floats are a sign and a magnitude: negative ones are turned around, and back."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits) if dtype.is_floating_point else bits
 
 
 def make_headers(numbers: Tensor, held: Tensor) -> Tensor:
-    """int32 [rows, chunks] of numbers [rows, n] and what is held of them, 16-bit and of one dtype."""
+    """int32 [rows, chunks] of numbers [rows, n] and what is held of them, of one dtype."""
     difference, exponents = _difference(numbers, held), _exponents(held)
     lengths = _length(difference.abs())
     needed = torch.where(lengths > 1, exponents + lengths.clamp(max=MANTISSA[held.dtype]), 0).amax(-1)
@@ -64,11 +71,11 @@ def make_headers(numbers: Tensor, held: Tensor) -> Tensor:
     for top in (needed, (needed - 1).clamp(min=0), torch.full_like(needed, RAW)):
         top = top.clamp(max=RAW)
         bits = near_bits(exponents, top, held.dtype)
-        rest = difference - _near(difference, bits)
+        rest = difference - _near(difference, bits, held.dtype)
         count, largest = (rest != 0).sum(-1), rest.abs().amax(-1)
         width = torch.where(count > 0, 1 + _length((largest - 1).clamp(min=0)), 0)
         words = -(-(bits.sum(-1) + rest_bits(count, width)) // WORD)
-        fits = (width <= MASKS[WIDTH]) & (words <= BITS * CHUNK // WORD)
+        fits = (width <= MASKS[WIDTH]) & (words <= bits_of(held.dtype) * CHUNK // WORD)
         fields = (top, count % CHUNK, width, torch.where(fits, words, 2 * CHUNK))
         best = best or fields
         best = [torch.where(fields[WORDS] < best[WORDS], new, old) for new, old in zip(fields, best)]
@@ -86,7 +93,7 @@ def encode(numbers: Tensor, held: Tensor, headers: Tensor, ends: Tensor, body: T
     difference, exponents = _difference(numbers, held), _exponents(held)
     top, count, width, low = _fields(headers)
     bits = near_bits(exponents, top, held.dtype)
-    near = _near(difference, bits)
+    near = _near(difference, bits, held.dtype)
     flat, starts = body.view(-1), _starts(headers, ends, body)
     near_at = starts + rest_bits(count, width)
     _put(flat, near, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits)
@@ -127,11 +134,15 @@ def add(headers: Tensor, ends: Tensor, body: Tensor, held: Tensor) -> None:
 # -- what both sides work out -----------------------------------------------------------------------------------------
 
 
+def bits_of(dtype: torch.dtype) -> int:
+    return 8 * dtype.itemsize
+
+
 def near_bits(exponents: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     """Bits of each number's difference that are sent with those of all others near it, int32 [..., CHUNK]."""
     power = top.unsqueeze(-1) - exponents
-    bits = torch.where(power < MANTISSA[dtype], (power + 1) * (power > 0), BITS)
-    return torch.where(top.unsqueeze(-1) == RAW, BITS, bits) * (exponents < _NO_NUMBER)
+    bits = torch.where(power < MANTISSA[dtype], (power + 1) * (power > 0), bits_of(dtype))
+    return torch.where(top.unsqueeze(-1) == RAW, bits_of(dtype), bits) * (exponents < _NO_NUMBER)
 
 
 def low_bits(count: Tensor) -> Tensor:
@@ -170,20 +181,20 @@ def _in_chunks(values: Tensor, beyond: int) -> Tensor:
 
 
 def _difference(numbers: Tensor, held: Tensor) -> Tensor:
-    wrapped = (in_order(numbers) - in_order(held)).to(torch.int16).int()
-    return _in_chunks(wrapped, 0)
+    wrapped = (in_order(numbers) - in_order(held)).to(_INTEGERS[held.dtype.itemsize])
+    return _in_chunks(wrapped.int(), 0)
 
 
 def _exponents(held: Tensor) -> Tensor:
     mantissa = MANTISSA[held.dtype]
-    exponents = (held.view(torch.int16).int() >> mantissa) & ((1 << (BITS - 1 - mantissa)) - 1)
+    exponents = (_integers(held).int() >> mantissa) & ((1 << (bits_of(held.dtype) - 1 - mantissa)) - 1)
     return _in_chunks(exponents, _NO_NUMBER)
 
 
-def _near(difference: Tensor, bits: Tensor) -> Tensor:
+def _near(difference: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     """As much of the differences as so many bits, one of them a sign, can say."""
     most = (1 << (bits - 1).clamp(min=0)) - 1
-    return torch.where(bits == BITS, difference, difference.clamp(-most, most))
+    return torch.where(bits == bits_of(dtype), difference, difference.clamp(-most, most))
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------

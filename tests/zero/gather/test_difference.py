@@ -7,60 +7,79 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeropp_fp8.formats import UnquantizedFormat
+from zeropp_fp8.formats import UnquantizedFormat, make_format
 from zeropp_fp8.zero.gather.difference import Difference, Rows
 
 CPU = torch.device("cpu")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS = {
+    "bf16": UnquantizedFormat(torch.bfloat16),
+    "fp16": UnquantizedFormat(torch.float16),
+    "fp32": UnquantizedFormat(torch.float32),
+    "fp8": make_format("fp8_e4m3", block_size=128),
+    "int8": make_format("int8", block_size=256),
+    "int4": make_format("int4", block_size=128, hadamard=True),
+}
 
 
-def row_of(tensors, dtypes):
-    """uint8 [1, bytes]: what is held of flat tensors."""
-    return torch.cat([UnquantizedFormat(d).encode_rows(t.view(1, -1).to(d)) for t, d in zip(tensors, dtypes)], dim=1)
+def row_of(tensors, formats):
+    """uint8 [1, bytes]: a payload of flat tensors."""
+    return torch.cat([form.encode_rows(each.view(1, -1)) for each, form in zip(tensors, formats)], dim=1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(DTYPES)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(list(FORMATS))), min_size=1, max_size=5),
     st.integers(1, 3),
     st.sampled_from([0, 1e-6, 1e-4, 1]),
-    st.integers(0, 40),
+    st.booleans(),
 )
-def test_all_hold_what_each_has(tensors, ranks, change, missing):
-    """Of tensors of any dtypes and sizes, of which the last ones may lack zeros at their ends, in two steps."""
+def test_all_hold_what_each_has(tensors, ranks, change, has_own):
+    """Of tensors of any formats and sizes, in two steps; the holder's own payload may be there already."""
     torch.manual_seed(len(tensors))
-    numels, dtypes = [n for n, _ in tensors], [dtype for _, dtype in tensors]
-    rows = Rows(numels, dtypes, CPU)
+    numels, formats = [n for n, _ in tensors], [FORMATS[name] for _, name in tensors]
+    rows = Rows(formats, numels, CPU)
     weights = [[0.02 * torch.randn(numel) for numel in numels] for _ in range(ranks)]
-    for mine in weights:
-        mine[-1][max(0, numels[-1] - missing) :] = 0
-    held = torch.cat([row_of(mine, dtypes) for mine in weights])
+    held = torch.cat([row_of(mine, formats) for mine in weights])
     for _ in range(2):
         sent = []
         for rank, mine in enumerate(weights):
             for each in mine:
                 each += change * torch.randn(each.shape)
-            mine[-1][max(0, numels[-1] - missing) :] = 0
-            own = [each.to(dtype) for each, dtype in zip(mine, dtypes)]
-            own[-1] = own[-1][: max(0, numels[-1] - missing)]
-            measured = rows.measure(own, held[rank : rank + 1])
+            new, old = row_of(mine, formats), held[rank : rank + 1]
+            measured = rows.measure(new, old)
             sent.append(torch.full((1, int(measured.row_bytes)), 7, dtype=torch.uint8))
-            rows.encode(own, held[rank : rank + 1], measured, sent[-1])
+            rows.encode(new, old, measured, sent[-1])
         longest = max(payload.shape[1] for payload in sent)
         assert longest % 16 == 0
         brought = torch.cat([torch.nn.functional.pad(payload, (0, longest - payload.shape[1])) for payload in sent])
-        rows.add(brought, held)
-        assert torch.equal(held, torch.cat([row_of(mine, dtypes) for mine in weights]))
+        expected, own = torch.cat([row_of(mine, formats) for mine in weights]), ranks - 1 if has_own else None
+        if has_own:
+            held[own] = expected[own]
+        rows.add(brought, held, own)
+        assert torch.equal(held, expected)
 
 
-def test_rows_without_numbers_of_16_bits():
-    rows = Rows([5, 0], [torch.float32, torch.bfloat16], CPU)
-    held, own = row_of([torch.zeros(5)], [torch.float32]), [torch.arange(5.0), torch.empty(0, dtype=torch.bfloat16)]
+def test_rows_without_coded_numbers():
+    formats = [FORMATS["fp32"], FORMATS["bf16"]]
+    rows = Rows(formats, [5, 0], CPU)
+    held, own = row_of([torch.zeros(5)], formats), row_of([torch.arange(5.0)], formats)
     measured = rows.measure(own, held)
     out = torch.empty(1, int(measured.row_bytes), dtype=torch.uint8)
     rows.encode(own, held, measured, out)
     rows.add(out, held)
-    assert out.shape == (1, 32) and torch.equal(held, row_of(own[:1], [torch.float32]))
+    assert out.shape == (1, 32) and torch.equal(held, own)
+
+
+def test_one_kind_of_numbers_is_coded():
+    """That of which the payload has most bytes: the others cross as they are, whatever has changed in them."""
+    formats, numels = [FORMATS["bf16"], FORMATS["fp8"], FORMATS["bf16"]], [64, 4096, 0]
+    rows, numbers = Rows(formats, numels, CPU), [torch.randn(numel) for numel in numels]
+    held = row_of(numbers, formats)
+    sizes = [int(rows.measure(row_of([first * numbers[0], numbers[1]], formats), held).row_bytes) for first in (1, 2)]
+    # 64 numbers of 2 bytes, 5 headers of 4 with padding, for 4 chunks of codes and one of scales, and a word.
+    assert sizes == [128 + 32 + 16] * 2
+    halved = int(rows.measure(row_of([numbers[0], numbers[1] + 0.05], formats), held).row_bytes)
+    assert sizes[0] < halved < held.numel()
 
 
 class Unit(SimpleNamespace):
@@ -68,17 +87,18 @@ class Unit(SimpleNamespace):
 
     def __init__(self, **fields):
         formats = SimpleNamespace(differs=True)
-        route = SimpleNamespace(session=SimpleNamespace(formats=formats), held_ranks=[1, 0])
+        session = SimpleNamespace(formats=formats, topology=SimpleNamespace(rank=1))
+        route = SimpleNamespace(session=session, held_ranks=[1, 0])
         super().__init__(route=route, persistent=False, keeps_secondary=True, may_differ=True, **fields)
         self.secondary, self.secondary_is_current = torch.zeros(2, 128, dtype=torch.uint8), False
         self.weight = torch.zeros(64, dtype=torch.bfloat16)
 
     def difference_rows(self):
-        rows = Rows([64], [torch.bfloat16], CPU)
+        rows = Rows([FORMATS["bf16"]], [64], CPU)
         return rows, [rows]
 
-    def shards(self):
-        return [self.weight]
+    def own_payload(self):
+        return row_of([self.weight], [FORMATS["bf16"]])
 
     def held_rows(self, held):
         return [held]

@@ -1,10 +1,10 @@
-"""Exact differences of 16-bit numbers from what is held of them, in the code of formats/exact.py: the same bytes.
+"""Exact differences of numbers from what is held of them, in the code of formats/exact.py: the same bytes.
 
-A program, one warp, handles one chunk of 1024 numbers of one tensor. `make_headers` reads 4 bytes per number to find
-how a chunk is sent; `encode` reads them again and sends it, in a body of zeros: what 8 numbers have to say is put
-together in registers where it fits into 64 bits, and what is not zero of it set by atomics. `add` reads and writes 2
-bytes per number, or only listed numbers where nothing else has changed. Instructions bound them, not memory: 50 to 80
-per number, where a copy's bandwidth leaves time for about 25 on an H100.
+A program, one warp, handles one chunk of 1024 numbers of one tensor. `make_headers` reads what is new and what is held
+to find how a chunk is sent; `encode` reads both again and sends it, in a body of zeros: what 8 numbers have to say is
+put together in registers where it fits into 64 bits, and what is not zero of it set by atomics. `add` reads and writes
+what is held, or only listed numbers where nothing else has changed. Instructions bound them, not memory: 50 to 80 per
+number, where a copy of 16-bit ones leaves time for about 25 on an H100.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats.exact import MANTISSA
+from zeropp_fp8.formats.exact import MANTISSA, bits_of
 from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.dequantize import tile_of_program
-from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
+from zeropp_fp8.kernels.wire.launch_tables import SegmentTable
 
 _CHUNK = tl.constexpr(1024)
-_BITS = tl.constexpr(16)
-_MAGNITUDE = tl.constexpr(32767)
 _RAW = tl.constexpr(255)
 _NO_NUMBER = tl.constexpr(1024)  # the exponent of a number beyond the end of its tensor
 _PIECE = tl.constexpr(256)  # numbers that are written or added at once: 8 per thread, which reads 16 bytes of each
@@ -47,14 +45,17 @@ def low_bits(count):
 
 
 @triton.jit
-def in_order(bits):
-    """Upper halves of int32, and back; the lower ones are zeros. So sums and differences are mod 2^16 by themselves."""
-    return bits ^ ((bits >> 31) & (_MAGNITUDE << 16))
+def in_order(numbers, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """And back. Numbers are the upper bits of int32, whose lower ones are zeros; so they count mod 2^BITS."""
+    MAGNITUDE: tl.constexpr = 0x80000000 - (1 << (32 - BITS))
+    if MANTISSA < BITS - 1:  # floats
+        numbers = numbers ^ ((numbers >> 31) & MAGNITUDE)
+    return numbers
 
 
 @triton.jit
-def near_bits(power, MANTISSA: tl.constexpr):
-    return tl.where(power < MANTISSA, tl.where(power > 0, power + 1, 0), _BITS)
+def near_bits(power, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    return tl.where(power < MANTISSA, tl.where(power > 0, power + 1, 0), BITS)
 
 
 @triton.jit
@@ -64,35 +65,34 @@ def near_part(difference, power, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(base_ptr, numel, NUMBERS: tl.constexpr):
-    """int32 with 16-bit numbers as their upper halves; 0 where there are none."""
-    places = tl.arange(0, NUMBERS)
-    if numel >= NUMBERS:
-        numbers = tl.load(base_ptr + places).to(tl.int32)
+def numbers_at(row_ptr, segments_ptr, tile, segment, BITS: tl.constexpr):
+    """(where a chunk's numbers are in a row, how many are left of the tensor from there on)."""
+    start = row_ptr + tl.multiple_of(tl.load(segments_ptr + 5 * segment), 16)
+    if BITS == 16:
+        numbers_ptr = start.to(tl.pointer_type(tl.int16))
     else:
-        numbers = tl.load(base_ptr + places, mask=places < numel, other=0).to(tl.int32)
-    return numbers << 16
+        numbers_ptr = start.to(tl.pointer_type(tl.int8))
+    left = tl.load(segments_ptr + 5 * segment + 1) - tile * _CHUNK
+    return numbers_ptr + tile * _CHUNK, left.to(tl.int32)
 
 
 @triton.jit
-def exponents_of(numbers, numel, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr):
-    exponents = (numbers >> (16 + MANTISSA)) & (_MAGNITUDE >> MANTISSA)
-    if numel < NUMBERS:
-        exponents = tl.where(tl.arange(0, NUMBERS) < numel, exponents, _NO_NUMBER)
+def load_numbers(numbers_ptr, left, NUMBERS: tl.constexpr, BITS: tl.constexpr):
+    """int32 with numbers as their upper bits; 0 where there are none."""
+    places = tl.arange(0, NUMBERS)
+    if left >= NUMBERS:
+        numbers = tl.load(numbers_ptr + places).to(tl.int32)
+    else:
+        numbers = tl.load(numbers_ptr + places, mask=places < left, other=0).to(tl.int32)
+    return numbers << (32 - BITS)
+
+
+@triton.jit
+def exponents_of(numbers, left, NUMBERS: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    exponents = (numbers >> (32 - BITS + MANTISSA)) & ((1 << (BITS - 1 - MANTISSA)) - 1)
+    if left < NUMBERS:
+        exponents = tl.where(tl.arange(0, NUMBERS) < left, exponents, _NO_NUMBER)
     return exponents
-
-
-@triton.jit
-def chunk_of(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, ALIGNED: tl.constexpr):
-    """(where a chunk's numbers are, where what is held of them, how many are left of each from there on)."""
-    first = tile * _CHUNK
-    held_ptr = (held_ptr + tl.multiple_of(tl.load(segments_ptr + 5 * segment), 16)).to(tl.pointer_type(tl.int16))
-    start = tl.load(tensors_ptr + 2 * segment) + first
-    if ALIGNED:
-        start = tl.multiple_of(start, 8)
-    numel = (tl.load(segments_ptr + 5 * segment + 1) - first).to(tl.int32)
-    there = (tl.load(tensors_ptr + 2 * segment + 1) - first).to(tl.int32)
-    return base_ptr + start, held_ptr + first, there, numel
 
 
 @triton.jit
@@ -107,22 +107,24 @@ def header_of(top, bits, count, width):
 @Kernel
 @triton.jit
 def make_headers_kernel(
-    base_ptr, held_ptr, headers_ptr, tensors_ptr, segments_ptr, tile_starts_ptr, MANTISSA: tl.constexpr,
-    ALIGNED: tl.constexpr, STARTS: tl.constexpr,
+    row_ptr, held_ptr, headers_ptr, segments_ptr, tile_starts_ptr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
+    STARTS: tl.constexpr,
 ):  # fmt: skip
     tile, segment = tile_of_program(tile_starts_ptr, STARTS)
-    new_ptr, old_ptr, there, numel = chunk_of(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, ALIGNED)
-    held = load_numbers(old_ptr, numel, _CHUNK)
-    difference = in_order(load_numbers(new_ptr, there, _CHUNK)) - in_order(held) >> 16
-    exponents = exponents_of(held, numel, _CHUNK, MANTISSA)
+    new_ptr, left = numbers_at(row_ptr, segments_ptr, tile, segment, BITS)
+    old_ptr, _ = numbers_at(held_ptr, segments_ptr, tile, segment, BITS)
+    held = load_numbers(old_ptr, left, _CHUNK, BITS)
+    new = load_numbers(new_ptr, left, _CHUNK, BITS)
+    difference = in_order(new, BITS, MANTISSA) - in_order(held, BITS, MANTISSA) >> (32 - BITS)
+    exponents = exponents_of(held, left, _CHUNK, BITS, MANTISSA)
     lengths = float_exponent(difference)
     needed = tl.max(tl.where(lengths > 127, exponents + tl.minimum(lengths, MANTISSA + 126), 126), axis=0) - 126
     magnitudes = tl.abs(difference)
     # Only single units are left.
     top = tl.minimum(needed, _RAW)
     power = tl.where(top < _RAW, top, _NO_NUMBER) - exponents
-    left = (power <= 0) & (magnitudes == 1)
-    sums = tl.sum(near_bits(power, MANTISSA) + tl.where(left, 1 << 16, 0), axis=0)
+    listed = (power <= 0) & (magnitudes == 1)
+    sums = tl.sum(near_bits(power, BITS, MANTISSA) + tl.where(listed, 1 << 16, 0), axis=0)
     count = sums >> 16
     header, words = header_of(top, sums & 0xFFFF, count, tl.minimum(count, 1))
     # One bit less for each.
@@ -130,12 +132,12 @@ def make_headers_kernel(
     power = tl.where(top < _RAW, top, _NO_NUMBER) - exponents
     rest = magnitudes + 1 - (1 << tl.minimum(tl.maximum(power, 0), MANTISSA))
     rest = tl.where(power < MANTISSA, rest, 0)
-    sums = tl.sum(near_bits(power, MANTISSA) + tl.where(rest > 0, 1 << 16, 0), axis=0)
+    sums = tl.sum(near_bits(power, BITS, MANTISSA) + tl.where(rest > 0, 1 << 16, 0), axis=0)
     count = sums >> 16
     width = tl.where(count > 0, 1 + length_of(tl.max(rest, axis=0) - 1), 0)
     other, other_words = header_of(top, sums & 0xFFFF, count, width)
     header, words = tl.where(other_words < words, other, header), tl.minimum(words, other_words)
-    raw_words = (tl.minimum(numel, _CHUNK) * _BITS + 31) >> 5
+    raw_words = (tl.minimum(left, _CHUNK) * BITS + 31) >> 5
     header, words = tl.where(raw_words < words, _RAW, header), tl.minimum(words, raw_words)
     tl.store(headers_ptr + tl.program_id(0), header | words << 22)
 
@@ -180,10 +182,10 @@ def get(body_ptr, places):
 
 
 @triton.jit
-def upper_half(values, bits):
-    """int32 with the lowest `bits` of values, 16 at most and one of them a sign, as its upper half."""
+def upper_bits(values, bits, BITS: tl.constexpr):
+    """int32 with the lowest `bits` of values, BITS at most and one of them a sign, as an integer of its upper BITS."""
     unused = 31 - bits
-    return (values << 1 << unused.to(tl.uint32)).to(tl.int32, bitcast=True) >> (unused - 15)
+    return (values << 1 << unused.to(tl.uint32)).to(tl.int32, bitcast=True) >> (unused - (31 - BITS))
 
 
 @triton.jit
@@ -201,21 +203,23 @@ def body_of(headers_ptr, ends_ptr, chunk):
 @Kernel
 @triton.jit
 def encode_exact_kernel(
-    base_ptr, held_ptr, headers_ptr, ends_ptr, body_ptr, tensors_ptr, segments_ptr, tile_starts_ptr,
-    MANTISSA: tl.constexpr, ALIGNED: tl.constexpr, STARTS: tl.constexpr,
+    row_ptr, held_ptr, headers_ptr, ends_ptr, body_ptr, segments_ptr, tile_starts_ptr, BITS: tl.constexpr,
+    MANTISSA: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     top, count, width, low, start, words, unary = body_of(headers_ptr, ends_ptr, tl.program_id(0))
     if words > 0:
         body_ptr += start
         tile, segment = tile_of_program(tile_starts_ptr, STARTS)
-        new_ptr, old_ptr, there, numel = chunk_of(base_ptr, held_ptr, tensors_ptr, segments_ptr, tile, segment, ALIGNED)
+        new_ptr, left = numbers_at(row_ptr, segments_ptr, tile, segment, BITS)
+        old_ptr, _ = numbers_at(held_ptr, segments_ptr, tile, segment, BITS)
         top = tl.where(top < _RAW, top, _NO_NUMBER)
         place, indices, list_at, near_at = tl.arange(0, _PIECE), 0, unary, unary + count * (low + width)
         for first in range(0, _CHUNK, _PIECE):
-            held = load_numbers(old_ptr + first, numel - first, _PIECE)
-            difference = in_order(load_numbers(new_ptr + first, there - first, _PIECE)) - in_order(held) >> 16
-            power = top - exponents_of(held, numel - first, _PIECE, MANTISSA)
-            bits, near = near_bits(power, MANTISSA), near_part(difference, power, MANTISSA)
+            held = load_numbers(old_ptr + first, left - first, _PIECE, BITS)
+            new = load_numbers(new_ptr + first, left - first, _PIECE, BITS)
+            difference = in_order(new, BITS, MANTISSA) - in_order(held, BITS, MANTISSA) >> (32 - BITS)
+            power = top - exponents_of(held, left - first, _PIECE, BITS, MANTISSA)
+            bits, near = near_bits(power, BITS, MANTISSA), near_part(difference, power, MANTISSA)
             if top > 0:
                 near_at = put_run(body_ptr, (near & ((1 << bits) - 1)).to(tl.uint32), bits, near_at)
             if count > 0:
@@ -236,34 +240,35 @@ def encode_exact_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["chunks", "own"])
 def add_exact_kernel(
     held_ptr, brought_ptr, ends_ptr, segments_ptr, tile_starts_ptr, held_row_bytes, row_bytes, headers_at, body_at,
-    chunks, MANTISSA: tl.constexpr, STARTS: tl.constexpr,
+    chunks, own, BITS: tl.constexpr, MANTISSA: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
+    row += (row >= own).to(tl.int64)
     brought_ptr += row * row_bytes
     headers_ptr = (brought_ptr + headers_at).to(tl.pointer_type(tl.int32))
     top, count, width, low, start, words, unary = body_of(headers_ptr, ends_ptr + row * chunks, tl.program_id(0))
     if words > 0:
         tile, segment = tile_of_program(tile_starts_ptr, STARTS)
         body_ptr = (brought_ptr + body_at).to(tl.pointer_type(tl.int32)) + start
-        held_at = tl.multiple_of(tl.load(segments_ptr + 5 * segment), 16)
-        held_ptr += tl.multiple_of(row * held_row_bytes, 16) + held_at
-        numbers_ptr = held_ptr.to(tl.pointer_type(tl.int16)) + tile * _CHUNK
-        numel = (tl.load(segments_ptr + 5 * segment + 1) - tile * _CHUNK).to(tl.int32)
+        held_ptr += tl.multiple_of(row * held_row_bytes, 16)
+        numbers_ptr, left = numbers_at(held_ptr, segments_ptr, tile, segment, BITS)
         if top > 0:
             top, near_at = tl.where(top < _RAW, top, _NO_NUMBER), unary + count * (low + width)
-            for first in range(0, tl.minimum(_CHUNK, numel), _PIECE):
-                held = load_numbers(numbers_ptr + first, numel - first, _PIECE)
-                bits = near_bits(top - exponents_of(held, numel - first, _PIECE, MANTISSA), MANTISSA)
+            for first in range(0, tl.minimum(_CHUNK, left), _PIECE):
+                held = load_numbers(numbers_ptr + first, left - first, _PIECE, BITS)
+                exponents = exponents_of(held, left - first, _PIECE, BITS, MANTISSA)
+                bits = near_bits(top - exponents, BITS, MANTISSA)
                 ends = tl.cumsum(bits, axis=0)
                 values = get(body_ptr, near_at + ends - bits)
                 near_at += tl.sum(bits, axis=0)
-                changed = in_order(in_order(held) + upper_half(values, bits))
-                changed, places = (changed >> 16).to(tl.int16), first + tl.arange(0, _PIECE)
-                if numel - first < _PIECE:
-                    tl.store(numbers_ptr + places, changed, mask=places < numel)
+                changed = in_order(in_order(held, BITS, MANTISSA) + upper_bits(values, bits, BITS), BITS, MANTISSA)
+                changed = (changed >> (32 - BITS)).to(numbers_ptr.dtype.element_ty)
+                places = first + tl.arange(0, _PIECE)
+                if left - first < _PIECE:
+                    tl.store(numbers_ptr + places, changed, mask=places < left)
                 else:
                     tl.store(numbers_ptr + places, changed)
             tl.debug_barrier()  # below other threads change the same numbers
@@ -275,55 +280,52 @@ def add_exact_kernel(
             listed = is_set > 0
             entry = get(body_ptr, unary + tl.maximum(index, 0) * (low + width))
             place = ((bit - index) << low) | (entry & ((1 << low) - 1)).to(tl.int32)
-            rest = upper_half(entry >> low.to(tl.uint32), width) >> 16
-            rest = tl.where(rest >= 0, rest + 1, rest) << 16
-            held = tl.load(numbers_ptr + place, mask=listed, other=0).to(tl.int32) << 16
-            changed = in_order(in_order(held) + rest) >> 16
-            tl.store(numbers_ptr + place, changed.to(tl.int16), mask=listed)
+            rest = upper_bits(entry >> low.to(tl.uint32), width, BITS) >> (32 - BITS)
+            rest = tl.where(rest >= 0, rest + 1, rest) << (32 - BITS)
+            held = tl.load(numbers_ptr + place, mask=listed, other=0).to(tl.int32) << (32 - BITS)
+            changed = in_order(in_order(held, BITS, MANTISSA) + rest, BITS, MANTISSA) >> (32 - BITS)
+            tl.store(numbers_ptr + place, changed.to(numbers_ptr.dtype.element_ty), mask=listed)
             found += tl.sum(is_set, axis=0)
 
 
-def _tables(segments: SegmentTable) -> tuple[Tensor, Tensor, int, dict]:
-    """(where tensors lie in what is held, their first chunks, chunks, constants)."""
+def _tables(segments: SegmentTable, dtype: torch.dtype) -> tuple[Tensor, Tensor, int, dict]:
+    """(where tensors lie in a row, their first chunks, chunks, constants)."""
     starts, chunks = segments.tile_starts(1)
-    return segments.segments, starts, chunks, {"STARTS": starts.numel(), "num_warps": 1}
+    constants = {"BITS": bits_of(dtype), "MANTISSA": MANTISSA[dtype], "STARTS": starts.numel(), "num_warps": 1}
+    return segments.segments, starts, chunks, constants
 
 
-def make_headers(tensors: list[Tensor], table: TensorTable, segments: SegmentTable, held: Tensor) -> Tensor:
-    """int32 [chunks of all tensors]: how 16-bit tensors of one dtype are sent.
+def make_headers(row: Tensor, held: Tensor, segments: SegmentTable, dtype: torch.dtype) -> Tensor:
+    """int32 [chunks of all tensors]: how `row`, uint8 [1, bytes], is sent to ranks that hold `held`.
 
     Args:
-        segments: of unquantized numbers, where they lie in `held`, uint8 [bytes].
+        segments: where tensors lie in both, in numbers of `dtype`.
     """
-    places, starts, chunks, constants = _tables(segments)
+    places, starts, chunks, constants = _tables(segments, dtype)
     headers = torch.empty(chunks, dtype=torch.int32, device=held.device)
-    base, constants["MANTISSA"] = tensors[0].view(torch.int16), MANTISSA[tensors[0].dtype]
-    constants["ALIGNED"] = table.aligned
-    make_headers_kernel[(chunks,)](base, held, headers, table.entries, places, starts, **constants)
+    make_headers_kernel[(chunks,)](row, held, headers, places, starts, **constants)
     return headers
 
 
 def encode_exact(
-    tensors: list[Tensor], table: TensorTable, segments: SegmentTable, held: Tensor, headers: Tensor, ends: Tensor,
-    body: Tensor,
-) -> None:  # fmt: skip
+    row: Tensor, held: Tensor, segments: SegmentTable, dtype: torch.dtype, headers: Tensor, ends: Tensor, body: Tensor
+) -> None:
     """Write the bodies that `headers` and `ends`, int32 [chunks], are of to int32 `body`, which holds zeros."""
-    places, starts, chunks, constants = _tables(segments)
-    base, constants["MANTISSA"] = tensors[0].view(torch.int16), MANTISSA[tensors[0].dtype]
-    constants["ALIGNED"] = table.aligned
-    encode_exact_kernel[(chunks,)](base, held, headers, ends, body, table.entries, places, starts, **constants)
+    places, starts, chunks, constants = _tables(segments, dtype)
+    encode_exact_kernel[(chunks,)](row, held, headers, ends, body, places, starts, **constants)
 
 
 def add_exact(
     brought: Tensor, headers_at: int, body_at: int, ends: Tensor, held: Tensor, segments: SegmentTable,
-    dtype: torch.dtype,
+    dtype: torch.dtype, own: int | None,
 ) -> None:  # fmt: skip
-    """Add what rows of `brought`, uint8 [rows, bytes], have from two places on to those of `held`.
+    """Add what rows of `brought`, uint8 [rows, bytes], have from two places on to those of `held`, but for row `own`.
 
     Args:
         ends: int32 [rows, chunks], contiguous.
     """
-    places, starts, chunks, constants = _tables(segments)
-    sizes = held.stride(0), brought.stride(0), headers_at, body_at, chunks
-    constants["MANTISSA"] = MANTISSA[dtype]
-    add_exact_kernel[(chunks, len(held))](held, brought, ends, places, starts, *sizes, **constants)
+    places, starts, chunks, constants = _tables(segments, dtype)
+    rows = len(held) - (own is not None)
+    sizes = held.stride(0), brought.stride(0), headers_at, body_at, chunks, len(held) if own is None else own
+    if rows:
+        add_exact_kernel[(chunks, rows)](held, brought, ends, places, starts, *sizes, **constants)

@@ -1,14 +1,14 @@
-"""Exact differences: nodes send each other what has changed in weights of 16 bits, and each has all of their bits.
+"""Exact differences: nodes send each other what has changed in payloads, and each has all of their bits.
 
-Every rank that keeps a secondary shard holds the weights from before the step. After it each rank sends how its own
-slice differs from what is held of it (formats/exact.py); the hops up to the secondary shard bring all differences, and
-every rank adds them. In a payload the numbers that are not of 16 bits come first, as they are, then a header for each
-chunk of the others, then bodies. How long these are depends on the step, so all ranks tell each other before the first
-gather after it, in one small message for all units. The host waits for it, and so for the update, which the gather
-would wait for anyway; then it knows every payload's size. So each is as large as it must be, nothing is ever too large,
-and no weight is late.
+Every rank that keeps a secondary shard holds the payloads from before the step. After it each rank sends how its own
+differs from what is held of it (formats/exact.py): numbers of 16 bits, FP8 or INT8 codes. The hops up to the secondary
+shard bring all differences, and every rank adds them. In a payload of differences the bytes of other numbers come
+first, as they are, then a header for each chunk of the coded ones, then bodies. How long these are depends on the step,
+so all ranks tell each other before the first gather after it, in one small message for all units. The host waits for
+it, and so for the update, which the gather would wait for anyway; then it knows every payload's size. So each is as
+large as it must be, nothing is ever too large, and no weight is late.
 
-The whole weights replace differences if no copy exists yet, and if anything but a step wrote the weights.
+The whole payloads replace differences if no copy exists yet, and if anything but a step wrote the weights.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.formats import UnquantizedFormat, exact
+from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat, exact
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.gather.route import Route
 
@@ -29,116 +28,124 @@ _WORD_BYTES = exact.WORD // 8
 
 
 class Measured(NamedTuple):
-    """How a rank's weights differ: int32 [1, chunks] headers, and where bodies end, in words; int64 [1] row bytes."""
+    """How a rank's payload differs: int32 [1, chunks] headers, and where bodies end, in words; int64 [1] row bytes."""
 
     headers: Tensor
     ends: Tensor
     row_bytes: Tensor
 
 
+CODES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def _dtype_of(wire_format: WireFormat) -> torch.dtype | None:
+    """Of the numbers in a format's payload whose differences are coded; None: it is sent as it is."""
+    if isinstance(wire_format, UnquantizedFormat):
+        return wire_format.dtype if wire_format.dtype in exact.MANTISSA else None
+    return CODES.get(wire_format.name)  # scales are bytes before codes: any bits are coded without loss
+
+
 class Rows:
-    """The places of tensors in rows of differences, and in rows of what is held of them.
+    """The places of tensors in payloads and in their differences.
 
     Args:
-        numels, dtypes: of each tensor.
+        formats, numels: of each tensor of a payload.
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
     """
 
     def __init__(
         self,
+        formats: Sequence[WireFormat],
         numels: Sequence[int],
-        dtypes: Sequence[torch.dtype],
         device: torch.device,
         use_kernels: bool | None = None,
     ) -> None:
-        self._numels, self._dtypes, self._device = numels, dtypes, device
-        self._sizes = [UnquantizedFormat(dtype).payload_bytes(numel) for dtype, numel in zip(dtypes, numels)]
-        self._held_at = [sum(self._sizes[:i]) for i in range(len(numels))]
-        self._dtype = next((dtype for dtype in dtypes if dtype in exact.MANTISSA), None)
-        self._coded = [i for i, dtype in enumerate(dtypes) if dtype is self._dtype and numels[i]]
+        self._device = device
+        self._sizes = [each.payload_bytes(numel) for each, numel in zip(formats, numels)]
+        self._places = [sum(self._sizes[:i]) for i in range(len(numels))]
+        dtypes = [_dtype_of(each) if numel else None for each, numel in zip(formats, numels)]
+        # One kernel codes numbers of one dtype: of those that most bytes are of.
+        found = {dtype: sum(size for size, of in zip(self._sizes, dtypes) if of is dtype) for dtype in dtypes if dtype}
+        self._dtype = max(found, key=found.get, default=None)
+        self._coded = [i for i, dtype in enumerate(dtypes) if dtype is self._dtype and dtype]
         self._whole = [i for i in range(len(numels)) if i not in self._coded]
-        firsts = [self._held_at[i] // self._dtype.itemsize for i in self._coded]
-        self._places = [(first, first + numels[i]) for first, i in zip(firsts, self._coded)]  # in what is held
-        self._chunks = [-(-numels[i] // exact.CHUNK) for i in self._coded]
+        codes = self._dtype in CODES.values()
+        self._numels = [self._sizes[i] if codes else numels[i] for i in self._coded]
+        self._chunks = [-(-numel // exact.CHUNK) for numel in self._numels]
         self._headers_at = sum(self._sizes[i] for i in self._whole)
         self._body_at = self._headers_at + align_up(_WORD_BYTES * sum(self._chunks))
-        self._table: tuple = (None, None)
         self._segments = None
         if self._coded and (device.type == "cuda" if use_kernels is None else use_kernels):
             from zeropp_fp8 import kernels
 
-            self._kernels, places = kernels, [self._held_at[i] for i in self._coded]
-            coded = [numels[i] for i in self._coded]
-            self._segments = kernels.SegmentTable(UnquantizedFormat(self._dtype), coded, places, device)
+            self._kernels, places = kernels, [self._places[i] for i in self._coded]
+            like = SharedScaleFormat("fp8_e4m3") if codes else formats[self._coded[0]]  # chunks know no blocks
+            self._segments = kernels.SegmentTable(like, self._numels, places, device)
 
-    def measure(self, tensors: Sequence[Tensor], held: Tensor) -> Measured:
-        """How `tensors`, flat, perhaps without zeros at their end, differ from `held`, uint8 [1, bytes]."""
+    def measure(self, row: Tensor, held: Tensor) -> Measured:
+        """How a payload differs from what is held of it, both uint8 [1, bytes]."""
         if not self._coded:
             headers = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
         elif self._segments is not None:
-            sources = self._sources(tensors)
-            headers = self._kernels.make_headers(*sources, self._segments, held).unsqueeze(0)
+            headers = self._kernels.make_headers(row, held, self._segments, self._dtype).unsqueeze(0)
         else:
-            headers = torch.cat([exact.make_headers(*pair) for pair in self._pairs(tensors, held)], dim=1)
+            headers = [exact.make_headers(*pair) for pair in zip(self._numbers(row), self._numbers(held))]
+            headers = torch.cat(headers, dim=1)
         ends = exact.ends_of(headers)
         words = ends[0, -1:].long() + bool(self._coded)  # kernels read two at once, also of the last
         return Measured(headers, ends, align_up(self._body_at + _WORD_BYTES * words))
 
-    def encode(self, tensors: Sequence[Tensor], held: Tensor, measured: Measured, out: Tensor) -> None:
-        """Write a row to `out`, uint8 [1, row bytes]; arguments are those of `measure`, and what it gave."""
-        at = 0
-        for i in self._whole:
-            UnquantizedFormat(self._dtypes[i]).encode_rows(tensors[i].view(1, -1), out[:, at : at + self._sizes[i]])
-            at += self._sizes[i]
+    def encode(self, row: Tensor, held: Tensor, measured: Measured, out: Tensor) -> None:
+        """Write differences to `out`, uint8 [1, row bytes]; arguments are those of `measure`, and what it gave."""
+        self._copy_whole(row, self._places, out, self._whole_places)
         if not self._coded:
             return
         headers, ends, _ = measured
-        out[:, at : at + _WORD_BYTES * headers.shape[1]] = headers.view(torch.uint8)
+        out[:, self._headers_at :][:, : _WORD_BYTES * headers.shape[1]] = headers.view(torch.uint8)
         body = out[:, self._body_at :].zero_()
         if self._segments is not None:
-            sources = self._sources(tensors)
-            self._kernels.encode_exact(*sources, self._segments, held, headers, ends, body[0].view(torch.int32))
+            into = body[0].view(torch.int32)
+            self._kernels.encode_exact(row, held, self._segments, self._dtype, headers, ends, into)
             return
         bits, of_chunks = exact.unpacked(body), (headers.split(self._chunks, 1), ends.split(self._chunks, 1))
-        for (numbers, of_held), *of_tensor in zip(self._pairs(tensors, held), *of_chunks):
-            exact.encode(numbers, of_held, *of_tensor, bits)
+        for new, old, *of_tensor in zip(self._numbers(row), self._numbers(held), *of_chunks):
+            exact.encode(new, old, *of_tensor, bits)
         body.copy_(exact.packed(bits))
 
-    def add(self, brought: Tensor, held: Tensor) -> None:
-        """Make uint8 `held` [rows, bytes] what the senders' tensors were, by `brought` [rows, row bytes]."""
-        at = 0
-        for i in self._whole:
-            held[:, self._held_at[i] : self._held_at[i] + self._sizes[i]] = brought[:, at : at + self._sizes[i]]
-            at += self._sizes[i]
+    def add(self, brought: Tensor, held: Tensor, own: int | None = None) -> None:
+        """Make uint8 `held` [rows, bytes] the senders' payloads, by `brought` [rows, row bytes]; row `own` is so."""
+        self._copy_whole(brought, self._whole_places, held, self._places)
         if not self._coded:
             return
-        headers = brought[:, at : at + _WORD_BYTES * sum(self._chunks)].contiguous().view(torch.int32)
+        headers = brought[:, self._headers_at :][:, : _WORD_BYTES * sum(self._chunks)].contiguous().view(torch.int32)
         ends = exact.ends_of(headers)
         if self._segments is not None:
-            self._kernels.add_exact(brought, at, self._body_at, ends, held, self._segments, self._dtype)
+            places = self._headers_at, self._body_at
+            self._kernels.add_exact(brought, *places, ends, held, self._segments, self._dtype, own)
             return
-        bits, rows = exact.unpacked(brought[:, self._body_at :]), held.view(self._dtype)
-        of_chunks = (headers.split(self._chunks, 1), ends.split(self._chunks, 1))
-        for (first, end), *of_tensor in zip(self._places, *of_chunks):
-            exact.add(*of_tensor, bits, rows[:, first:end])
+        others = [row for row in range(len(held)) if row != own]
+        bits, of_chunks = exact.unpacked(brought[:, self._body_at :]), (headers, ends)
+        for row in others:
+            one = slice(row, row + 1)
+            of_tensors = (each[one].split(self._chunks, 1) for each in of_chunks)
+            for numbers, *of_tensor in zip(self._numbers(held[one]), *of_tensors):
+                exact.add(*of_tensor, bits[one], numbers)
 
-    def _sources(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], object]:
-        """(the coded tensors, their TensorTable, which is made again only when their places have changed)."""
-        coded = [tensors[i].to(self._dtype) for i in self._coded]
-        key = self._kernels.table_key(coded)
-        if self._table[0] != key:
-            self._table = key, self._kernels.TensorTable(coded, self._segments, self._device)
-        return coded, self._table[1]
+    @property
+    def _whole_places(self) -> list[int]:
+        """Of tensors that are sent as they are, in a row of differences."""
+        return [sum(self._sizes[j] for j in self._whole if j < i) for i in range(len(self._sizes))]
 
-    def _pairs(self, tensors: Sequence[Tensor], held: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(numbers [1, numel], what is held of them) of each coded tensor."""
-        rows, pairs = held.view(self._dtype), []
-        for i, (first, end) in zip(self._coded, self._places):
-            numbers = tensors[i].to(self._dtype)
-            if numbers.numel() < end - first:
-                numbers = F.pad(numbers, (0, end - first - numbers.numel()))
-            pairs.append((numbers.view(1, -1), rows[:, first:end]))
-        return pairs
+    def _copy_whole(self, source: Tensor, places: Sequence[int], into: Tensor, into_places: Sequence[int]) -> None:
+        for i in self._whole:
+            part = source[:, places[i] : places[i] + self._sizes[i]]
+            into[:, into_places[i] : into_places[i] + self._sizes[i]] = part
+
+    def _numbers(self, rows: Tensor) -> list[Tensor]:
+        """[rows, numel] of each coded tensor."""
+        numbers, size = rows.view(self._dtype), self._dtype.itemsize
+        firsts = [self._places[i] // size for i in self._coded]
+        return [numbers[:, first : first + numel] for first, numel in zip(firsts, self._numels)]
 
 
 class HoldsRows(Protocol):
@@ -158,8 +165,8 @@ class HoldsRows(Protocol):
     def difference_rows(self) -> tuple[Rows, list[Rows]]:
         """The places in this rank's payload, and in those that the first hops bring, like `held_rows`."""
 
-    def shards(self) -> list[Tensor]:
-        """This rank's part of each tensor of a payload, flat."""
+    def own_payload(self) -> Tensor:
+        """uint8 [1, bytes]: this rank's payload, made anew; of no bytes if the rank owns nothing of the unit."""
 
     def held_rows(self, held: Tensor) -> list[Tensor]:
         """uint8 [rows, bytes] each: the payloads in `held`."""
@@ -219,7 +226,7 @@ class Difference:
     def measure(self) -> Tensor:
         """int64 [1]: bytes that this rank's payload of differences needs."""
         unit = self._unit
-        self._measured = self._own.measure(unit.shards(), unit.own_held_row(unit.secondary))
+        self._measured = self._own.measure(unit.own_payload(), unit.own_held_row(unit.secondary))
         return self._measured.row_bytes
 
     def agree(self, sizes: list[int]) -> None:
@@ -240,11 +247,15 @@ class Difference:
             self.begun, self.steps = True, 0
 
     def send(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
-        """Encode this rank's differences from `held`, and start the first hops; their result is `brought`."""
-        unit, shards = self._unit, self._unit.shards()
-        if shards:  # a rank may own no whole tensor
-            out = unit.own_row_of_differences(brought, self.sizes)
-            self._own.encode(shards, unit.own_held_row(held), self._measured, out)
+        """Encode this rank's differences from `held`, and start the first hops; their result is `brought`.
+
+        This rank's payload in `held` is the new one then.
+        """
+        unit, row = self._unit, self._unit.own_payload()  # kept since it was measured, it would take as much as weights
+        if row.numel():  # a rank may own no whole tensor
+            own = unit.own_held_row(held)
+            self._own.encode(row, own, self._measured, unit.own_row_of_differences(brought, self.sizes))
+            own.copy_(row)
         self._measured = None
         return unit.bring_differences(brought, self.sizes)
 
@@ -252,9 +263,11 @@ class Difference:
         """Add the differences in `brought`, the result of the first hops, to `held`. All ranks do the same."""
         self.steps += 1
         unit = self._unit
+        own = unit.route.held_ranks.index(unit.route.session.topology.rank)
         pairs = zip(unit.rows_of_differences(brought, self.sizes), unit.held_rows(held))
-        for rows, (differences, numbers) in zip(self._brought, pairs):
-            rows.add(differences, numbers)
+        for rows, (differences, payloads) in zip(self._brought, pairs):
+            rows.add(differences, payloads, own if 0 <= own < len(payloads) else None)
+            own -= len(payloads)
 
     def changed(self, by_step: bool) -> None:
         """The weights were written; `by_step`: by a step of the optimizer."""

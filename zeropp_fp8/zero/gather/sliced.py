@@ -124,9 +124,13 @@ class SlicedUnit(Unit):
     # -- differences (difference.py) -----------------------------------------------------------------------------------
 
     def difference_rows(self) -> tuple[Rows, list[Rows]]:
-        dtypes = list(map(sharded.wire_dtype, self.packed))
-        rows = Rows([sharded.shard_numel(p) for p in self.packed], dtypes, self.route.device)
+        rows = Rows(self.layout.formats, self.layout.slice_numels, self.route.device)
         return rows, [rows]
+
+    def own_payload(self) -> Tensor:
+        row = torch.empty(1, self.layout.row_bytes, dtype=torch.uint8, device=self.route.device)
+        self.layout.encode(self._shards(), self.route.one_row, row)
+        return row
 
     def agreed(self, sizes: list[int]) -> list[int]:
         return [max(sizes)] * len(sizes)
@@ -146,7 +150,7 @@ class SlicedUnit(Unit):
     def own_held_row(self, held: Tensor) -> Tensor:
         return self.held_rows(held)[0][self.route.own_row : self.route.own_row + 1]
 
-    def shards(self) -> list[Tensor]:
+    def _shards(self) -> list[Tensor]:
         """This rank's slices of packed parameters, flat, without padding."""
         device, slices = self.route.device, []
         for param, numel in zip(self.packed, self._encoded_numels):
@@ -169,7 +173,7 @@ class SlicedUnit(Unit):
         if self.payload is not None:
             row.copy_(self.payload, non_blocking=True)
             return
-        self.layout.encode(self.shards(), route.one_row, row)
+        self.layout.encode(self._shards(), route.one_row, row)
         # A secondary shard has the payload anyway, and a GPU makes it again as fast as it reads it.
         if not self.keeps_secondary and route.device.type == "cpu":
             self.payload = row.clone() if route.session.formats.weights is not None else None

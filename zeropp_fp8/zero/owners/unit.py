@@ -95,9 +95,9 @@ class OwnedUnit(Unit):
         self.difference = Difference(self)
 
     def _rows_of(self, rank: int) -> Rows:
-        pieces = self.storage.pieces_of(self.params, [rank])
-        dtypes = [sharded.wire_dtype(self.params[piece.index]) for piece in pieces]
-        return Rows([piece.numel for piece in pieces], dtypes, self.route.device)
+        layout = self.layout
+        pieces = [(form, p.numel) for form, p in zip(layout.full.formats, layout.full_pieces) if p.owner == rank]
+        return Rows([form for form, _ in pieces], [numel for _, numel in pieces], self.route.device)
 
     @property
     def held_bytes(self) -> int:
@@ -135,7 +135,7 @@ class OwnedUnit(Unit):
         row = into
         if row is None:
             row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
-        shards = self.shards()
+        shards = self.storage.shard_views(self.params, layout.own_pieces)
         one_scale = layout.operand_places and weights.granularity == "tensor"
         scales = self.storage.operand_scales(layout) if one_scale else None
         layout.own.encode(shards, route.one_row, row.view(1, -1), scales)
@@ -165,8 +165,8 @@ class OwnedUnit(Unit):
 
     # -- differences (difference.py) -----------------------------------------------------------------------------------
 
-    def shards(self) -> list[Tensor]:
-        return self.storage.shard_views(self.params, self.layout.own_pieces)
+    def own_payload(self) -> Tensor:
+        return self._own_payload(None).unsqueeze(0)
 
     def difference_rows(self) -> tuple[Rows, list[Rows]]:
         brought = [self._rows_of(rank) for rank in self.route.held_ranks]
