@@ -33,8 +33,10 @@ def llama(layers=2, hidden=64, vocab=256, heads=4, tie=False, seed=0, intermedia
 
 def needs_16_bits(section):
     """Whether a section is refused with weights in fp32."""
-    part = section.get("weights", {}).get("difference", "none" if section.get("recipe") != "zeropp-exact" else "exact")
-    return part == "exact"
+    from zeropp_fp8.config import RECIPES
+
+    weights = {**RECIPES.get(section.get("recipe"), {}).get("weights", {}), **section.get("weights", {})}
+    return weights.get("difference") == "exact" and weights.get("format", "none") == "none"
 
 
 def ds_config(section=None, dtype="fp32", **overrides):

@@ -83,8 +83,12 @@ def test_format_that_is_there(field, name):
             ({"recipe": "zeropp-exact", **fields}, ['"zeropp_fp8.weights.difference"', *words])
             for fields, words in (
                 ({"secondary": {"scope": "none"}}, ["there is none", 'set "secondary.scope" to "node"']),
-                ({"weights": {"format": "int8"}}, ['"weights.format": "int8"', 'set that to "none"']),
-                ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', 'set that to "none"']),
+                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', 'set that to "none", "int8" or']),
+                ({"weights": {"format": "mxfp8_e4m3"}}, ['"weights.format": "mxfp8_e4m3"', 'set that to "none"']),
+                (
+                    {"weights": {"format": "fp8_e4m3"}, "compute": {"format": "fp8"}},
+                    ["without scales", 'set "partition": "whole_tensor"'],
+                ),
                 ({"weights": {"difference": "int4"}}, ['"int4" is not allowed', "it takes one of none, exact"]),
                 *(  # as earlier versions wrote it
                     ({"weights": {"difference": old}}, [json.dumps(old), 'write "exact", or "none"'])
@@ -132,14 +136,17 @@ def test_impossible_within_the_section(section, words):
     assert all(word in message for word in words) and "\n" not in message, message
 
 
-def test_exact_differences_are_of_16_bits():
+def test_exact_differences_are_of_16_bits_or_codes():
     section = {"recipe": "zeropp-exact"}
     for keys in ({}, {"bf16": {"enabled": False}}, {"fp16": {}}):
         message = refusal(section, **keys)
         assert message.startswith('"zeropp_fp8.weights.difference"')
-        assert 'set "bf16.enabled" or "fp16.enabled" to true' in message
+        assert 'set "bf16.enabled" or "fp16.enabled" to true, or "weights.format" to "int8"' in message
+        assert resolved({**section, "weights": {"format": "int8"}}, **keys).weights.difference == "exact"
     for name in ("bf16", "bfloat16", "fp16"):
         assert resolved(section, **{name: {"enabled": True}}).weights.difference == "exact"
+    for recipe in ("zeropp", "fp8-lm-zeropp"):
+        assert resolved({"recipe": recipe, "weights": {"difference": "exact"}}, **BF16).weights.difference == "exact"
 
 
 SHARED = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}

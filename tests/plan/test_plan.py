@@ -15,7 +15,7 @@ from hang_guard import HANG
 from benchmarks import plan_scaling
 from benchmarks.plan_fit.points import emulated_job
 from tests.places import ROOT
-from zeropp_fp8.config import RECIPES, PluginConfig, difference_bits
+from zeropp_fp8.config import RECIPES, PluginConfig, difference_bits, resolve
 from zeropp_fp8.plan import (
     EMULATED_H200,
     H200,
@@ -474,9 +474,11 @@ EXACT = METHODS["zeropp-exact"]
 
 
 def test_differences_cross_once_a_step_and_take_memory_traffic():
-    """The own slice and what is held of it are read twice; the copies of all slices are read and written once."""
+    """The own slice is made twice, read beside what is held of it twice, and copied; the copies of all others are read
+    and written once."""
     bits, four, none = 0.75 / 8, replace(NONE_KEPT, micro_batches=4), replace(NONE_KEPT, copies=0)
-    assert codec_bytes(EXACT, NONE_KEPT)[0] == pytest.approx((8 + bits) * PARAMETERS / 4 + (4 + bits) * PARAMETERS / 2)
+    own, others = PARAMETERS / 4, PARAMETERS / 2 - PARAMETERS / 4
+    assert codec_bytes(EXACT, NONE_KEPT)[0] == pytest.approx((8 + 8 + 4 + bits) * own + (4 + bits) * others)
     assert codec_bytes(EXACT, four)[0] == codec_bytes(EXACT, NONE_KEPT)[0] / 4
     assert moved("zeropp-exact", four) == pytest.approx(moved("zeropp-exact"))
     # What memory has no copy of is gathered each time, in 16 bits.
@@ -492,6 +494,15 @@ def test_differences_on_every_gpu_cross_within_the_node_too():
     assert forward.inter == pytest.approx(0.75 / 8 * PARAMETERS / 2)
     assert forward.intra == pytest.approx(0.75 / 8 * PARAMETERS / 2)
     assert EXACT.forward_traffic(NONE_KEPT).intra == pytest.approx(2 * PARAMETERS / 2)
+
+
+def test_differences_of_codes_take_fewer_bits_than_those_of_weights():
+    """And half of the copy: of INT8 codes at 1e-5 0.2 bits, where a code takes 8.06."""
+    section = {"recipe": "zeropp", "weights": {"difference": "exact"}}
+    method = method_of(resolve({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "zeropp_fp8": section}))
+    assert method.forward_traffic(NONE_KEPT).inter == pytest.approx(0.2 / 8 * PARAMETERS / 2)
+    assert method.backward_traffic(NONE_KEPT) == METHODS["zeropp"].backward_traffic(NONE_KEPT)
+    assert memory_per_gpu(method, NONE_KEPT).secondary == memory_per_gpu(METHODS["zeropp"], NONE_KEPT).secondary
 
 
 def test_a_smaller_learning_rate_sends_less():

@@ -275,9 +275,16 @@ PARTS: Rules = {
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
     '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
     'to "node" or "rank", or remove it': lambda c: c.weights.difference != "none" and c.secondary.scope == "none",
-    '"{S}.weights.difference": "exact" is of weights in 16 bits and does not go with "weights.format": '
-    '"{c.weights.format}"; set that to "none", or remove one of the two': lambda c: (
-        c.weights.difference != "none" and c.weights.format != "none"
+    '"{S}.weights.difference": "exact" is of numbers of 16 bits and of codes of 8, and does not go with '
+    '"weights.format": "{it}"; set that to "none", "int8" or "fp8_e4m3", or remove one of the two': lambda c: (
+        c.weights.difference != "none" and _first({c.weights.format} - {"none", "int8", "fp8_e4m3"})
+    ),
+    '"{S}.weights.difference" with "weights.format": "fp8_e4m3" and FP8 layers, whose codes travel without scales, is '
+    'of whole tensors; set "partition": "whole_tensor", or remove it': lambda c: (
+        c.weights.difference != "none"
+        and c.weights.format == "fp8_e4m3"
+        and c.computes_in_low_precision
+        and c.partition != "whole_tensor"
     ),
     '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
     'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"': lambda c: (
@@ -353,8 +360,10 @@ HOST: Rules = {
         c.ds("expert_parallel.enabled")
     ),
     '"{S}.weights.difference": "exact" is of weights in 16 bits, and these are in fp32; set "bf16.enabled" or '
-    '"fp16.enabled" to true, or remove it': lambda c: (
-        c.weights.difference != "none" and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)
+    '"fp16.enabled" to true, or "weights.format" to "int8", or remove it': lambda c: (
+        c.weights.difference != "none"
+        and c.weights.format == "none"
+        and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)
     ),
     '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
     'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true': lambda c: (

@@ -37,6 +37,7 @@ _ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_
 ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
 # At learning rates of 1e-7 to 1e-3, near benchmarks/results/weight_changes/cpu-1-local.json, whose largest is 6e-4.
 _DIFFERENCE_BITS = (0.07, 0.2, 0.75, 2.7, 5.5)
+_CODE_DIFFERENCE_BITS = (0.05, 0.07, 0.2, 0.8, 3)
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
@@ -45,10 +46,15 @@ OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 
 
-def difference_bits(learning_rate: float) -> float:
-    """About how many bits an exact difference of a bf16 weight takes under AdamW: along lines in logarithms."""
-    place = min(max(math.log10(learning_rate) + 7, 0), len(_DIFFERENCE_BITS) - 1)
-    low, high = _DIFFERENCE_BITS[math.floor(place)], _DIFFERENCE_BITS[math.ceil(place)]
+def difference_bits(learning_rate: float, weight_format: str = "none") -> float:
+    """About how many bits an exact difference takes under AdamW, of a bf16 weight or of its code; logarithms on lines.
+
+    Args:
+        weight_format: of `weights.format`.
+    """
+    bits = _DIFFERENCE_BITS if weight_format == "none" else _CODE_DIFFERENCE_BITS
+    place = min(max(math.log10(learning_rate) + 7, 0), len(bits) - 1)
+    low, high = bits[math.floor(place)], bits[math.ceil(place)]
     return low * (high / low) ** (place % 1)
 
 
@@ -105,10 +111,11 @@ class WeightsConfig(_Section):
     Parameters with fewer than two dimensions (norms, biases) always travel in their own 16 or 32 bits. A block that
     holds NaN or Inf decodes to NaN, so DeepSpeed's overflow checks see it.
 
-    Differences lose nothing: every rank computes with the weights of a gather in 16 bits, bit for bit. Each node adds
-    them to its copy of the weights (`secondary.scope`). Under AdamW a bf16 weight takes about 0.2 bits at a learning
-    rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4. Whole weights cross at start, and when anything but a step wrote them; so
-    do weights in fp32, and small ones that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
+    Differences lose nothing: every rank computes with the weights of a gather without them, bit for bit. Each node adds
+    them to its copy of the weights, of 16-bit numbers, INT8 or FP8 codes (`secondary.scope`). Under AdamW a bf16 weight
+    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 or FP8 code 0.1, 0.2 and 0.8.
+    Whole weights cross at start, and when anything but a step wrote them; so do weights in fp32, and small ones that
+    ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """
 
     format: OnTheWire = Field("none", description="none: 16 or 32 bits, as stock")
@@ -116,7 +123,7 @@ class WeightsConfig(_Section):
     hadamard: Flag = Field(False, description=_ROTATE)
     skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
     difference: Annotated[Literal["none", "exact"], BeforeValidator(_without_options)] = Field(
-        "none", description="exact: between nodes, what has changed in weights of 16 bits since the last step"
+        "none", description="exact: between nodes, what has changed in weights or their codes since the last step"
     )
 
 

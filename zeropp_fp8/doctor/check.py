@@ -183,11 +183,14 @@ def learning_rate(ds_config: Mapping[str, Any]) -> float | None:
 
 def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
     """A remark if most bits of weights change in each step at the ds_config's learning rate."""
-    rate, whole = learning_rate(ds_config), 8.06  # bits that a weight takes as `zeropp` sends it
-    if config.weights.difference != "none" and rate is not None and difference_bits(rate) > whole / 2:
+    rate, weights = learning_rate(ds_config), config.weights
+    if weights.difference == "none" or weights.format != "none" or rate is None:
+        return
+    bits, of_codes = difference_bits(rate), difference_bits(rate, "int8")
+    if bits > 4:  # half of an INT8 code
         yield (
             f'"optimizer.params.lr": {rate:g} changes so much that "{SECTION}.weights.difference": "exact" takes '
-            f'{difference_bits(rate):.2g} bits a weight; "weights.format": "int8" takes {whole:g}, and no 16-bit copy'
+            f'{bits:.2g} bits per weight; with "weights.format": "int8" it takes {of_codes:.2g}, and half of the copy'
         )
 
 

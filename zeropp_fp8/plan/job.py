@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zeropp_fp8.config import difference_bits
-
 BYTES_16BIT = 2
 GBIT = 1e9 / 8  # bytes/s
 
@@ -235,11 +233,6 @@ class Job:
                 f"adapters of rank {lora.rank} (--lora-rank) are as large as matrices of {height:.0f} x {width:.0f}; "
                 f"give a rank below {height * width / (height + width):.0f}"
             )
-
-    @property
-    def difference_bytes(self) -> float:
-        """Bytes of an exact difference, per parameter."""
-        return difference_bits(self.learning_rate) / 8
 
     @property
     def sequence_length(self) -> int:

@@ -13,7 +13,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig
+from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
 
@@ -178,6 +178,10 @@ class Method:
         """Ranks over which one copy of weights and optimizer states is spread."""
         return job.cluster.ranks_per_node if self.states_sharded_over == "node" else job.cluster.world_size
 
+    def difference_bytes(self, job: Job) -> float:
+        """Bytes of an exact difference, per parameter."""
+        return difference_bits(job.learning_rate, "none" if self.weight_bytes == BYTES_16BIT else "int8") / 8
+
     def gathers(self, job: Job) -> int:
         """Gathers of one pass."""
         return job.model.tensors if self.gathered_by == "tensor" else job.model.units
@@ -190,7 +194,7 @@ class Method:
             from_copy = copied if self.later_from_secondary and (part.frozen or not first) else 0.0
             traffic += self._partly(from_copy, num_bytes, job.cluster)
             if self.differs and not from_copy and self.copy_ranks(job.cluster) is not None:
-                left = 1 - copied * (1 - job.difference_bytes / self.weight_bytes)
+                left = 1 - copied * (1 - self.difference_bytes(job) / self.weight_bytes)
                 in_node = left if self.backward_gather == "rank" else 1.0
                 traffic = replace(traffic, inter=left * traffic.inter, intra=in_node * traffic.intra)
         return traffic

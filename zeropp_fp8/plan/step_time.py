@@ -133,9 +133,11 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
         backward += one * part.numel * gathered
     sharing = method.copy_ranks(job.cluster)
     if method.differs and sharing is not None:
-        own, added = 4 * BYTES_16BIT + job.difference_bytes, 2 * BYTES_16BIT + job.difference_bytes
+        # A rank makes its payload and reads it beside the held one, twice, and copies it once. It adds the others'.
+        sent, difference = method.weight_bytes, method.difference_bytes(job)
+        own, added = 2 * BYTES_16BIT + 8 * sent + difference, 2 * sent + difference
         differing = sum(share * part.numel for part, share in method.copied(job) if not part.frozen)
-        forward += (own / world + added / sharing) * differing / job.micro_batches
+        forward += (own / world + added * (1 / sharing - 1 / world)) * differing / job.micro_batches
     if method.quantizes_gradients and world > 1:
         intra, inter = method.gradient_intra, method.gradient_inter
         backward += (BYTES_16BIT + intra + 2 * method.residual_bytes) * total

@@ -124,7 +124,8 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     units = [unit for unit in gatherer.units if unit.difference.is_on]
     params = [p for unit in units for p in unit.params]
     held = gatherer.route.reached * sum(unit_of(p).bytes_of(p) for p in params) / GIGA
-    bits = ", ".join(f"{difference_bits(rate):.2g} at {rate:g}" for rate in (1e-6, EXPECTED_RATE, 1e-4))
+    name = session.config.weights.format
+    bits = ", ".join(f"{difference_bits(rate, name):.2g} at {rate:g}" for rate in (1e-6, EXPECTED_RATE, 1e-4))
     remark = f"{len(params)} tensors; all of them cross at start, then (AdamW) bits by learning rate, {bits}"
     numel = sum(map(sharded.numel, params))
     return [("weight differences", "exact", numel, f"{remark}; added to copies of {held:.3g} GB per rank")]
@@ -140,7 +141,10 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
-        held, differs = unit.bytes_of(param), difference_bits(EXPECTED_RATE) / 16 if unit.difference.is_on else 1
+        held, differs = unit.bytes_of(param), 1.0
+        if unit.difference.is_on:
+            name = session.config.weights.format
+            differs = difference_bits(EXPECTED_RATE, name) / (16 if name == "none" else 8)
         # Copies of frozen weights stay valid from step to step: after the first step none are sent.
         is_kept = unit.keeps_secondary and is_frozen(unit)
         for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:

@@ -60,17 +60,20 @@ def gathered_weights(engine):
     for unit in gatherer.units:
         gatherer.gather_now(unit.params)
         for name, param in engine.module.named_parameters():
-            if any(param is one for one in unit.params):
+            if any(param is one for one in unit.params) and param.numel() == param.ds_numel:  # else an FP8 operand
                 found[name] = param.detach().clone()
         gatherer.release(unit)
     return found
 
 
+def held(engine):
+    """The payloads that this rank holds, flat."""
+    return torch.cat([unit.secondary for unit in engine.optimizer.gatherer.units if unit.keeps_secondary])
+
+
 def agree(engine):
     """Whether the ranks that hold the same rows hold the same bytes."""
-    units = engine.optimizer.gatherer.units
-    route, mine = engine.optimizer.gatherer.route, torch.cat([u.secondary for u in units if u.keeps_secondary])
-    same = True
+    route, mine, same = engine.optimizer.gatherer.route, held(engine), True
     for level in route.before:
         everyone = [torch.empty_like(mine) for _ in range(level.size)]
         dist.all_gather(everyone, mine, group=level.group)
@@ -79,10 +82,11 @@ def agree(engine):
 
 
 def looked(engine):
-    """Gathered weights, those of a gather in 16 bits, agreement, and differences since the last full gather."""
+    """Gathered weights, those of a gather in 16 bits, agreement, differences since the last full gather, payloads."""
     gathered, full = gathered_weights(engine), full_weights(engine.module)
     steps = {difference.steps for difference in differences(engine)}
-    return gathered, {name: full[name].to(value.dtype) for name, value in gathered.items()}, agree(engine), steps
+    in_16_bits = {name: full[name].to(value.dtype) for name, value in gathered.items()}
+    return gathered, in_16_bits, agree(engine), steps, held(engine).clone()
 
 
 def trained(steps=4, accumulation=1, zero_init=False, **options):
