@@ -29,7 +29,7 @@ from zeropp_fp8.comm.issue import issue
 from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.comm.topology import Level, Topology
+from zeropp_fp8.comm.topology import Topology
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.formats.shapes import is_vector
@@ -45,21 +45,6 @@ def slice_of_rank(flat: Tensor, rank: int, world_size: int) -> Tensor:
     size = slice_numel(flat.numel(), world_size)
     mine = flat[rank * size : (rank + 1) * size]
     return F.pad(mine, (0, size - mine.numel()))
-
-
-def _start_exchange(
-    incoming: Tensor,
-    outgoing: Tensor,
-    level: Level,
-    ledger: WireLedger | None,
-    incoming_sizes: list[int] | None = None,
-    outgoing_sizes: list[int] | None = None,
-    by_all: int | None = None,
-) -> dist.Work:
-    """Start an all-to-all of flat uint8 buffers, cut into parts of these sizes, or into `level.size` equal parts."""
-    own = outgoing_sizes[level.rank] if outgoing_sizes else outgoing.numel() // level.size
-    counted = {"level": level, "ledger": ledger, "sent": outgoing.numel() - own, "by_all": by_all}
-    return issue(dist.all_to_all_single, incoming, outgoing, incoming_sizes, outgoing_sizes, **counted)
 
 
 @dataclass
@@ -318,11 +303,12 @@ class ReducePlan:
         return ring.take(sum(incoming) if incoming else sent.numel())
 
     def _exchange(self, hop: str, sent: Tensor, received: Tensor, reduction: Reduction) -> dist.Work:
-        """Start a hop; return its handle."""
+        """Start a hop, an all-to-all of flat uint8 buffers; return its handle."""
         level = self.topology.within if hop == "within" else self.topology.between
         outgoing, incoming = self.sizes[hop] or (None, None)
-        by_all = self.sent_by_all.get(hop)
-        return _start_exchange(received, sent, level, reduction.ledger, incoming, outgoing, by_all)
+        to_others = sent.numel() - (outgoing[level.rank] if outgoing else sent.numel() // level.size)
+        counted = {"ledger": reduction.ledger, "sent": to_others, "by_all": self.sent_by_all.get(hop)}
+        return issue(dist.all_to_all_single, received, sent, incoming, outgoing, level=level, **counted)
 
     def _write(
         self,

@@ -10,7 +10,7 @@ all-to-all with one piece per rank, which has as many bytes as that rank owns:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,20 @@ from zeropp_fp8.formats.scale_table import SharedScales
 class OwnedPart:
     """Contiguous elements of a tensor that one rank owns."""
 
-    tensor: int  # index among the tensors that are reduced together
+    tensor: int  # index among the tensors that travel together
     owner: int
     start: int
     numel: int
+
+
+def views_of_parts(tensors: Sequence[Tensor], parts: Iterable[OwnedPart]) -> list[Tensor]:
+    """Return the elements of each part; a tensor holds those of its own parts only, one after the other."""
+    taken, views = [0] * len(tensors), []
+    for part in parts:
+        start = taken[part.tensor]
+        taken[part.tensor] = start + part.numel
+        views.append(tensors[part.tensor].view(-1)[start : start + part.numel])
+    return views
 
 
 class OwnerReducePlan(ReducePlan):
@@ -100,13 +110,7 @@ class OwnerReducePlan(ReducePlan):
         return [tensors[p.tensor].view(-1)[p.start : p.start + p.numel] for p in self._all_parts]
 
     def destinations(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        taken = [0] * len(results)
-        pieces = []
-        for part in self._own_parts:
-            start = taken[part.tensor]
-            taken[part.tensor] = start + part.numel
-            pieces.append(results[part.tensor].view(-1)[start : start + part.numel])
-        return pieces
+        return views_of_parts(results, self._own_parts)
 
     def scales_of(self, layout: PayloadLayout, shared: SharedScales | None) -> SharedScales | None:
         return None if shared is None else shared.of(*self._members[id(layout)])

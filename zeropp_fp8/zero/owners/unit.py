@@ -22,6 +22,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
+from zeropp_fp8.comm.reduce_to_owners import OwnedPart, views_of_parts
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.gather.buffers import Places
@@ -34,23 +35,13 @@ from zeropp_fp8.zero.gather.units import Arrived, Unit
 from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a parameter in a payload."""
-
-    index: int  # of the parameter in the unit
-    start: int  # first element in the full tensor
-    numel: int
-    owner: int  # a rank
-
-
 @dataclass
 class OwnedLayout:
     """Where the parts of a unit lie in what ranks send.
 
     Attributes:
         own, full: the payload of this rank, and those of all ranks in the order in which the last hop brings them.
-        own_pieces, full_pieces: what they hold.
+        own_pieces, full_pieces: what they hold; `tensor` is a parameter's index in the unit.
         rank_bytes: of each rank's payload, by rank.
         operand_places: of each parameter whose codes are an operand, by its index in the unit: (offset in `full`,
             elements) of its parts, in ascending order of elements.
@@ -58,9 +49,9 @@ class OwnedLayout:
     """
 
     own: PayloadLayout
-    own_pieces: list[_Piece]
+    own_pieces: list[OwnedPart]
     full: PayloadLayout
-    full_pieces: list[_Piece]
+    full_pieces: list[OwnedPart]
     rank_bytes: list[int]
     operand_places: dict[int, list[tuple[int, int]]]
     scale_places: Tensor | None
@@ -141,9 +132,9 @@ class OwnedUnit(Unit):
         layout.own.encode(shards, route.one_row, row.view(1, -1), scales)
         if layout.operand_places and scales is None:
             for i, (piece, shard) in enumerate(zip(layout.own_pieces, shards)):
-                if piece.index in layout.operand_places:
+                if piece.tensor in layout.operand_places:
                     out = row[layout.own.offsets[i] :][: piece.numel]
-                    weights.encode_range(self.params[piece.index], piece.start, shard, out)
+                    weights.encode_range(self.params[piece.tensor], piece.start, shard, out)
         if not self.keeps_secondary and route.device.type == "cpu":
             # Its scales may be found anew, so a payload with operands' codes is made again.
             self.payload = None if layout.operand_places else row.clone()
@@ -261,9 +252,9 @@ class Owned(Storage):
         route, operands = self.route, set(operands)
         codes = SharedScaleFormat(WIRE_FORMAT)
 
-        def layout(pieces: Sequence[_Piece]) -> PayloadLayout:
-            chosen = [codes if params[piece.index] in operands else formats[piece.index] for piece in pieces]
-            dtypes = [sharded.shard_dtype(params[piece.index]) for piece in pieces]
+        def layout(pieces: Sequence[OwnedPart]) -> PayloadLayout:
+            chosen = [codes if params[piece.tensor] in operands else formats[piece.tensor] for piece in pieces]
+            dtypes = [sharded.shard_dtype(params[piece.tensor]) for piece in pieces]
             return PayloadLayout([p.numel for p in pieces], chosen, dtypes, route.device)
 
         full_pieces = self.pieces_of(params, route.rank_order.slices)
@@ -274,31 +265,25 @@ class Owned(Storage):
             rank_bytes[piece.owner] += size
         operand_places = {}
         for index in (i for i, param in enumerate(params) if param in operands):
-            found = [(p.start, offset, p.numel) for p, offset in zip(full_pieces, full.offsets) if p.index == index]
+            found = [(p.start, offset, p.numel) for p, offset in zip(full_pieces, full.offsets) if p.tensor == index]
             operand_places[index] = [(offset, numel) for _, offset, numel in sorted(found)]
-        scales = route.gemm_weights.places(params[piece.index] for piece in own_pieces) if operands else None
+        scales = route.gemm_weights.places(params[piece.tensor] for piece in own_pieces) if operands else None
         return OwnedLayout(own, own_pieces, full, full_pieces, rank_bytes, operand_places, scales)
 
-    def pieces_of(self, params: Sequence[Parameter], ranks: Iterable[int]) -> list[_Piece]:
+    def pieces_of(self, params: Sequence[Parameter], ranks: Iterable[int]) -> list[OwnedPart]:
         """The pieces in the payloads of some ranks, one after the other."""
         parts = [self.route.session.placement.parts(param) for param in params]
         return [
-            _Piece(index, part.start, part.numel, rank)
+            OwnedPart(index, rank, part.start, part.numel)
             for rank in ranks
             for index, some in enumerate(parts)
             for part in some
             if part.owner == rank and part.numel
         ]
 
-    def shard_views(self, params: Sequence[Parameter], pieces: Sequence[_Piece]) -> list[Tensor]:
-        """The elements of each of this rank's pieces: a shard holds those of a parameter one after the other."""
-        taken: dict[int, int] = {}
-        views = []
-        for piece in pieces:
-            start = taken.get(piece.index, 0)
-            taken[piece.index] = start + piece.numel
-            views.append(sharded.shard(params[piece.index]).view(-1)[start : start + piece.numel])
-        return views
+    def shard_views(self, params: Sequence[Parameter], pieces: Sequence[OwnedPart]) -> list[Tensor]:
+        """The elements of each of this rank's pieces."""
+        return views_of_parts([sharded.shard(param) for param in params], pieces)
 
     def decode_row(
         self, layout: OwnedLayout, row: Tensor, params: Sequence[Parameter], values: dict[Parameter, Tensor]
@@ -306,7 +291,7 @@ class Owned(Storage):
         """Decode all ranks' payloads into the tensors of `values`; parameters that are not in it are left out."""
         parts = []
         for piece in layout.full_pieces:
-            value = values.get(params[piece.index])
+            value = values.get(params[piece.tensor])
             parts.append(None if value is None else value.view(-1)[piece.start : piece.start + piece.numel])
         layout.full.decode(row.view(1, -1), self.route.one_row, parts)
 
