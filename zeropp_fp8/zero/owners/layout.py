@@ -61,15 +61,12 @@ class OwnerLayout:
 
     def _converted(self, state_dict: dict, to_slices: bool) -> dict:
         """A rigid state dict with all flat tensors as slices, or as owners' parts."""
-        world = self.stage.session.topology.world_size
-
-        def own_numel(param: Parameter) -> int:
-            return self.stage.session.own_numel(param)
+        session = self.stage.session
 
         def sliced_numel(param: Parameter) -> int:
-            return slice_numel(sharded.numel(param), world)
+            return slice_numel(sharded.numel(param), session.topology.world_size)
 
-        convert, numel_of = (slice_of_parts, own_numel) if to_slices else (part_of_slices, sliced_numel)
+        convert, numel_of = (slice_of_parts, session.own_numel) if to_slices else (part_of_slices, sliced_numel)
         flats = state_dict[FP32_FLAT_GROUPS]
         optimizer_state = state_dict[OPTIMIZER_STATE_DICT]
         order = self._sub_groups_of_states(optimizer_state)
@@ -92,10 +89,7 @@ class OwnerLayout:
 
     def _sub_groups_of_states(self, optimizer_state: dict) -> dict[Any, int]:
         """Which sub-group each entry of an optimizer's state belongs to: group by group, as they were appended."""
-        by_group: dict[int, list[int]] = {}
-        for sub_group in range(len(self.stage.fp16_groups)):
-            by_group.setdefault(self.stage.sub_group_to_group_id[sub_group], []).append(sub_group)
-        order = [sub_group for group in sorted(by_group) for sub_group in by_group[group]]
+        order = sorted(range(len(self.stage.fp16_groups)), key=self.stage.sub_group_to_group_id.__getitem__)
         keys = [key for group in optimizer_state["param_groups"] for key in group["params"]]
         return dict(zip(keys, order, strict=True))
 

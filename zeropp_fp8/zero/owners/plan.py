@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -184,12 +185,6 @@ def _bytes_of(total: int, first_row: int, rows: int, all_rows: int) -> int:
     return total * (first_row + rows) // all_rows - total * first_row // all_rows
 
 
-def _parts_for_memory(sizes: Sequence[_Sizes], ranks: int) -> list[int]:
-    """Into how many parts each tensor is cut because it is large beside the mean load."""
-    total = sum(t.memory for t in sizes)
-    return [t.parts_within(t.memory, LARGE[0] * total, LARGE[1] * ranks) for t in sizes]
-
-
 @dataclass
 class _Bin:
     """The parts of a unit that one rank will own."""
@@ -200,21 +195,15 @@ class _Bin:
 
 
 def _place_units(sizes: Sequence[_Sizes], ranks: int, ranks_per_node: int) -> list[Part]:
-    for_memory = _parts_for_memory(sizes, ranks)
-    blocks: dict[int, list[_Sizes]] = {}  # in order of first appearance
-    units: list[list[_Sizes]] = []
+    total = sum(t.memory for t in sizes)
+    # Into how many parts each tensor is cut because it is large beside the mean load.
+    for_memory = [t.parts_within(t.memory, LARGE[0] * total, LARGE[1] * ranks) for t in sizes]
+    units: dict[tuple[str, int], list[_Sizes]] = {}
     for t in sizes:
-        if t.block is None:
-            units.append([t])
-        elif t.block in blocks:
-            blocks[t.block].append(t)
-        else:
-            blocks[t.block] = [t]
-            units.append(blocks[t.block])
-    units.sort(key=lambda unit: (-sum(t.memory for t in unit), unit[0].index))
+        units.setdefault(("alone", t.index) if t.block is None else ("block", t.block), []).append(t)
     loads = [0] * ranks
     placed = []
-    for unit in units:
+    for unit in sorted(units.values(), key=lambda unit: (-sum(t.memory for t in unit), unit[0].index)):
         bins = _bins_of(unit, for_memory, ranks)
         bins.sort(key=lambda b: (-b.memory, -b.wire))
         for one, rank in zip(bins, _ranks_with_most_left(loads, len(bins), bins[0].memory, ranks_per_node)):
@@ -230,14 +219,9 @@ def _bins_of(unit: Sequence[_Sizes], for_memory: Sequence[int], ranks: int) -> l
     wire = sum(t.wire for t in unit)
     best: list[_Bin] = []
     for numerator, denominator in CUTS:
-        bins = _lay_out(
-            unit,
-            [
-                t.cut(max(for_memory[t.index], t.parts_within(t.wire, numerator * wire, denominator * ranks)), ranks)
-                for t in unit
-            ],
-            ranks,
-        )
+        for_wire = [t.parts_within(t.wire, numerator * wire, denominator * ranks) for t in unit]
+        cuts = [t.cut(max(for_memory[t.index], parts), ranks) for t, parts in zip(unit, for_wire)]
+        bins = _lay_out(unit, cuts, ranks)
         if not best or max(b.wire for b in bins) < max(b.wire for b in best):
             best = bins
         if max(b.wire for b in best) * MAX_OVER_MEAN[1] * ranks <= MAX_OVER_MEAN[0] * wire:
@@ -333,16 +317,14 @@ def balance_of(tensors: Sequence[TensorStates], parts: Sequence[Part], ranks: in
         _max_over_mean([sum(of_rank[at : at + ranks_per_node]) for at in range(0, ranks, ranks_per_node)])
         for of_rank in egress.values()
     ]
-    of_tensor = [0] * len(tensors)
-    for part in parts:
-        of_tensor[part.tensor] += 1
+    of_tensor = Counter(part.tensor for part in parts)
     return Balance(
         memory_max_over_mean=_max_over_mean(memory),
         block_egress_max_over_mean=max(by_rank, default=1.0),
         block_egress_mean_block=sum(by_rank) / len(by_rank) if by_rank else 1.0,
         node_egress_max_over_mean=max(by_node, default=1.0),
         parts=len(parts),
-        split_tensors=sum(count > 1 for count in of_tensor),
+        split_tensors=sum(count > 1 for count in of_tensor.values()),
     )
 
 
