@@ -10,33 +10,18 @@ from zeropp_fp8.config.sections import SECTION
 
 BATCH_SIZES = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu"})
 # Keys that transformers' Trainer and Accelerate fill in.
-FILLED = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "optimizer.params.lr",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "optimizer.params.weight_decay",
-        "scheduler.params.warmup_min_lr",
-        "scheduler.params.warmup_max_lr",
-        "scheduler.params.warmup_num_steps",
-        "scheduler.params.total_num_steps",
-        "fp16.enabled",
-        "bf16.enabled",
-        "zero_optimization.stage",
-        "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_optimizer.nvme_path",
-        "zero_optimization.offload_param.device",
-        "zero_optimization.offload_param.nvme_path",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    }
-)
+_FILLED = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay
+    scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr
+    scheduler.params.warmup_num_steps scheduler.params.total_num_steps fp16.enabled bf16.enabled
+    zero_optimization.stage zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
+    zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+    zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
+"""
+FILLED = frozenset(_FILLED.split())
 
 
 def auto_keys(ds_config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -22,7 +22,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeropp_fp8.config import IN_TREE_KEYS, load_ds_config, without_in_tree_keys
@@ -30,15 +30,15 @@ from zeropp_fp8.plugin.engine import choosing_init
 from zeropp_fp8.plugin.relied_on import verify
 from zeropp_fp8.plugin.stock import checked
 
-_restore: list[tuple[Any, Any, Any, Any]] = []  # (object or dict, name or key, original, replacement)
+_restore: list[Callable[[], None]] = []  # each puts one name back
 
 
 def _replace(owner: Any, name: Any, value: Any) -> None:
     if isinstance(owner, dict):
-        _restore.append((owner, name, owner.get(name), value))
+        _restore.append(functools.partial(owner.__setitem__, name, owner.get(name)))
         owner[name] = value
     else:
-        _restore.append((owner, name, getattr(owner, name), value))
+        _restore.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
 
@@ -92,11 +92,7 @@ def disable() -> None:
     """See zeropp_fp8.disable."""
     _end_watch()
     while _restore:
-        owner, name, value, _ = _restore.pop()
-        if isinstance(owner, dict):
-            owner[name] = value
-        else:
-            setattr(owner, name, value)
+        _restore.pop()()
 
 
 def _end_watch() -> None:

@@ -346,10 +346,7 @@ _ONE_BIT = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
 def _section_of(ds_config: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
     """Return (type, params) of an optimizer or a scheduler."""
-    section = ds_config.get(name)
-    section = section if isinstance(section, Mapping) else {}
-    params = section.get("params")
-    kind = section.get("type")
+    kind, params = at(ds_config, (name, "type")), at(ds_config, (name, "params"))
     return kind if isinstance(kind, str) else "", params if isinstance(params, Mapping) else {}
 
 

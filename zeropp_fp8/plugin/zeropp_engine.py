@@ -296,13 +296,11 @@ def _zero_classes_of(session) -> Iterator[None]:
     from deepspeed.runtime import engine as engine_module
     from deepspeed.runtime.zero import stage3 as stage3_module
 
+    from zeropp_fp8.zero.as_deepspeed import replaced
     from zeropp_fp8.zero.offload import ZeroppOffload
     from zeropp_fp8.zero.stage3 import ZeroppStage3
 
-    stock = stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload
-    stage3_module.DeepSpeedZeroOptimizer_Stage3 = functools.partial(ZeroppStage3, session=session)
-    engine_module.DeepSpeedZeRoOffload = functools.partial(ZeroppOffload, session=session)
-    try:
+    stage = replaced(stage3_module, "DeepSpeedZeroOptimizer_Stage3", functools.partial(ZeroppStage3, session=session))
+    offload = replaced(engine_module, "DeepSpeedZeRoOffload", functools.partial(ZeroppOffload, session=session))
+    with stage, offload:
         yield
-    finally:
-        stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload = stock
