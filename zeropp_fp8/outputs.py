@@ -33,6 +33,13 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog.split()[-1]}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
+    def add_engine(self) -> None:
+        text = "which engine that trains, in the order of their making"
+        self.add_argument("--engine", type=whole(0), default=0, help=text)
+
+    def add_picture(self, text: str) -> None:
+        self.add_argument("--picture", type=picture_to_draw, metavar="FILE", help=text)
+
     def add_json(self, read: Callable[[str], str] | None = None) -> None:
         text = "write JSON besides; without FILE it goes to stdout, and the text to stderr"
         self.add_argument("--json", nargs="?", const=STDOUT, type=read or file_to_write, metavar="FILE", help=text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from zeropp_fp8.config import ConfigError, Place, find_ranks_per_node
 from zeropp_fp8.doctor.problems import Problem
 from zeropp_fp8.doctor.variables import OF_A_HOST
+
+T = TypeVar("T")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -22,6 +24,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
+def ranks_by(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """{value: the ranks that have it} of (rank, value)."""
+    found: dict[T, list[int]] = {}
+    for rank, value in values:
+        found.setdefault(value, []).append(rank)
+    return found
+
+
 def missing_problems(said: Mapping[int, Any], world_size: int, what: str) -> list[Problem]:
     """Ranks of which nothing came."""
     missing = sorted(set(range(world_size)) - set(said))
@@ -33,10 +43,7 @@ def missing_problems(said: Mapping[int, Any], world_size: int, what: str) -> lis
 
 def own_problems(facts: Mapping[int, dict]) -> list[Problem]:
     """The problems that ranks have found on their own; what several have is said once."""
-    by_problem: dict[Problem, list[int]] = {}
-    for rank, found in facts.items():
-        for each in found["problems"]:
-            by_problem.setdefault(Problem(**each), []).append(rank)
+    by_problem = ranks_by((rank, Problem(**each)) for rank, found in facts.items() for each in found["problems"])
     alone = len(facts) == 1
     return [
         problem if alone else Problem(f"{ranks_text(ranks)}: {problem.what}", problem.remedy, problem.serious)
@@ -67,17 +74,12 @@ def differences(facts: Mapping[int, dict]) -> Iterator[Problem]:
 
 def _values(values: Mapping[int, str]) -> str:
     """ "2.11 on ranks 0-3, 2.12 on rank 4"."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by(values.items()).items())
 
 
 def _shared_gpus(facts: Mapping[int, dict]) -> Iterator[Problem]:
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, found in facts.items():
-        if "uuid" in found["device"]:
-            users.setdefault((found["host"], found["device"]["uuid"]), []).append(rank)
+    gpus = {rank: (found["host"], found["device"].get("uuid")) for rank, found in facts.items()}
+    users = ranks_by((rank, gpu) for rank, gpu in gpus.items() if gpu[1] is not None)
     for (host, _), ranks in users.items():
         if len(ranks) > 1:
             remedy = "NCCL refuses that; give each its own by LOCAL_RANK, which torchrun and deepspeed set"

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from zeropp_fp8.config import PluginConfig
-from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, own_problems, ranks_text
+from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, own_problems, ranks_by, ranks_text
 from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
@@ -172,9 +172,7 @@ def measured(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> di
 def _hear_links(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> None:
     said = ranks.hear("links", ranks.limit_s + arguments.seconds)
     found.links = {rank: one for rank, one in said.items() if "failed" not in one}
-    failed: dict[str, list[int]] = {}
-    for rank in said.keys() - found.links.keys():
-        failed.setdefault(said[rank]["failed"], []).append(rank)
+    failed = ranks_by((rank, said[rank]["failed"]) for rank in said.keys() - found.links.keys())
     for error, of in failed.items():
         remedy = "NCCL_DEBUG=INFO says more; is the network open between all hosts, on NCCL_SOCKET_IFNAME?"
         found.problems.append(Problem(f"{ranks_text(of)} cannot measure links: {error}", remedy))

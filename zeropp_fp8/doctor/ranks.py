@@ -34,7 +34,7 @@ class Ranks:
 
     def tell(self, what: str, said: Any, failed: bool = False) -> None:
         """Say something about `what`, once."""
-        self.store.set(f"{what}/{self.rank}", _packed(said))
+        self.store.set(f"{what}/{self.rank}", json.dumps(said))
         self.store.add(f"{what}/failed", int(failed))
         self.store.add(f"{what}/count", 1)
 
@@ -46,11 +46,11 @@ class Ranks:
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
             time.sleep(POLL_S)
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        return {rank: _unpacked(self.store.get(key)) for rank, key in enumerate(keys) if self.store.check([key])}
+        return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self.store.check([key])}
 
     def decide(self, what: str, decided: Any) -> None:
         """Rank 0 says what all go by."""
-        self.store.set(f"{what}/decided", _packed(decided))
+        self.store.set(f"{what}/decided", json.dumps(decided))
 
     def decided(self, what: str, limit_s: float) -> Any:
         """The decision of rank 0.
@@ -61,7 +61,7 @@ class Ranks:
         key = f"{what}/decided"
         try:
             self.store.wait([key], timedelta(seconds=limit_s))
-            return _unpacked(self.store.get(key))
+            return json.loads(self.store.get(key))
         except RuntimeError as error:  # torch's errors of a store are some
             raise Unanswered(
                 f"rank {self.rank}: rank 0 has not said what comes next ({what}); it may have ended: look at what it "
@@ -71,14 +71,6 @@ class Ranks:
     def for_a_thread(self) -> Ranks:
         """The same with a connection of its own: one that waits would block what is asked beside it."""
         return Ranks(self.store.clone(), self.rank, self.world_size, self.limit_s)
-
-
-def _packed(said: Any) -> bytes:
-    return json.dumps(said).encode()
-
-
-def _unpacked(packed: bytes) -> Any:
-    return json.loads(packed)
 
 
 def place_in_job(env: dict[str, str] | os._Environ = os.environ) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.numerics.picture import height_of, layer_map
-from zeropp_fp8.outputs import Parser, drawn, json_at, picture_to_draw, said, table, whole
+from zeropp_fp8.outputs import Parser, drawn, json_at, said, table, whole
 
 SAME = 1e-9  # relative, of sums in fp64 in another order
 
@@ -52,9 +52,9 @@ def read_run(path: Path, engine: int) -> Run:
     """The records of the engine of that number; an empty Run where there is none."""
     lines = path.read_text().splitlines() if path.exists() else []
     mine = [values for values in map(json.loads, lines) if values["engine"] == engine]
-    return (
-        Run(mine[1:], **{name: mine[0][name] for name in ("pieces", "layers", "gemms", "matrices")}) if mine else Run()
-    )
+    if not mine:
+        return Run()
+    return Run(mine[1:], **{name: mine[0][name] for name in ("pieces", "layers", "gemms", "matrices")})
 
 
 class Experiment:
@@ -176,9 +176,7 @@ def parser_of(command: str, text: str, steps: int) -> Parser:
     parser = Parser(command, text)
     parser.add_json()
     parser.add_argument("--steps", type=whole(), default=steps, help=f"of each run ({steps})")
-    parser.add_argument(
-        "--engine", type=whole(0), default=0, help="which engine that trains, in the order of their making"
-    )
+    parser.add_engine()
     parser.add_argument("line", nargs=argparse.REMAINDER, metavar="-- LAUNCH LINE", help="what starts the job")
     return parser
 
@@ -195,12 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit status 1 where the runs cannot be compared."""
     parser = parser_of("reference", __doc__, 50)
     parser.add_argument("--repeat", action="store_true", help="run `lossless` twice, to see what is not precision")
-    parser.add_argument(
-        "--picture",
-        type=picture_to_draw,
-        metavar="FILE",
-        help="draw both runs, and their difference by step and layer, into this file",
-    )
+    parser.add_picture("draw both runs, and their difference by step and layer, into this file")
     arguments = parser.parse_args(argv)
     experiment = experiment_of(parser, arguments)
     with json_at(arguments.json) as found:
@@ -218,11 +211,8 @@ def compare(experiment: Experiment, repeat: bool, picture: str | None, found: di
         loss, norm = (distance(run, reference, what) for what in ("loss", "grad_norm"))
         found[name] = {"loss": loss, "grad_norm": norm, "steps": [_named(step) for step in run.steps]}
         print(f"{name}: loss differs by {loss:.3g}, gradient norm by {norm:.3g} (root mean square over steps)")
-    found["lossless"], layers = (
-        {"steps": [_named(step) for step in reference.steps]},
-        by_layer(runs["as it is"], reference),
-    )
-    found["gradients_differ"] = layers
+    found["lossless"] = {"steps": [_named(step) for step in reference.steps]}
+    layers = found["gradients_differ"] = by_layer(runs["as it is"], reference)
     print(layer_table(layers))
     if picture:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeropp_fp8.numerics.picture import height_of, layer_map
-from zeropp_fp8.outputs import Parser, drawn, json_at, picture_to_draw, said, table, whole
+from zeropp_fp8.outputs import Parser, drawn, json_at, said, table, whole
 
 DRAWN = {
     "snr_db": "signal-to-noise in dB",
@@ -90,13 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit status 1 where there is nothing to show."""
     parser = Parser("numerics", __doc__)
     parser.add_argument("file", help="numerics.file of the section")
-    parser.add_argument(
-        "--engine", type=whole(0), default=0, help="which engine that trains, in the order of their making"
-    )
+    parser.add_engine()
     parser.add_argument("--worst", type=whole(0), default=5, help="layers of each kind in the table")
-    parser.add_argument(
-        "--picture", type=picture_to_draw, metavar="FILE", help="draw all samples into this file (matplotlib)"
-    )
+    parser.add_picture("draw all samples into this file (matplotlib)")
     parser.add_argument("--of", choices=DRAWN, default="snr_db", help="what the picture shows (%(default)s)")
     parser.add_json()
     arguments = parser.parse_args(argv)
