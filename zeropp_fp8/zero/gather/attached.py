@@ -20,7 +20,7 @@ from zeropp_fp8.zero.session import Session
 
 
 class Owner(Protocol):
-    """The interface of the gatherer that a parameter is attached to, for other engines."""
+    """The interface of the gatherer that a parameter is attached to, for its ownership and for other engines."""
 
     session: Session
 
@@ -35,6 +35,15 @@ class Owner(Protocol):
 
     def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
         """Attach parameters again as they were, after the later engine has ended. Collective, unless `placed`."""
+
+    def closures_of(self, param: Parameter) -> dict[str, Callable]:
+        """Replacements for DeepSpeed's closures on a parameter, by their names."""
+
+    def drop(self, units: Iterable[Unit]) -> None:
+        """Release units and cancel their pending gathers, for the current stream too."""
+
+    def written(self, params: Iterable[Parameter] | None) -> None:
+        """The current stream has the last write to parameters (None: all), or the work that brought them here."""
 
 
 @dataclass

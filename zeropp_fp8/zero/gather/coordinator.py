@@ -291,17 +291,12 @@ class UnitCoordinator:
                 unit.leave()
                 unit.looked_at.clear()
                 self.gatherer.release(unit)
-            _check_released(self.gatherer.units)
+            for param in [param for unit in self.gatherer.units for param in unit.params]:
+                if param.data.numel() and sharded.numel(param):
+                    raise RuntimeError(f"expected to be released: {sharded.describe(param)}")
 
 
 def _fetched(units: Mapping[Unit, list[Parameter]]) -> tuple[tuple[Unit, ...], list[Unit]]:
     """Split the units of a module: (units whose fetch all ranks see, units of which it misses parameters)."""
     needed = [unit for unit, params in units.items() if sharded.missing(params)]
     return tuple([u for u in units if not u.persistent and (u in needed or not u.looked_at)]), needed
-
-
-def _check_released(units: Iterable[Unit]) -> None:
-    for unit in units:
-        for param in unit.params:
-            if param.data.numel() and sharded.numel(param):
-                raise RuntimeError(f"expected to be released: {sharded.describe(param)}")

@@ -29,6 +29,7 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.zero.gather.attached import (
+    Owner,
     ParameterWire,
     by_engine,
     by_storage,
@@ -58,7 +59,7 @@ class UnitsHandle:
             self._gatherer.finish(unit)
 
 
-class Gatherer:
+class Gatherer(Owner):
     """Gathers the parameters of one engine.
 
     Attributes:
@@ -102,16 +103,12 @@ class Gatherer:
         self.hops.free()
 
     def suspend(self, params: Sequence[Parameter]) -> None:
-        """Give parameters to an engine that was made later. Collective."""
         self.ownership.suspend(params)
 
     def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
-        """Attach parameters again as they were, after the later engine has ended. Collective, unless `placed`."""
         self.ownership.resume(states, placed)
 
     def closures_of(self, param: Parameter) -> dict[str, Callable]:
-        """Replacements for DeepSpeed's closures on a parameter, by their names."""
-
         def all_gather(param_list=None, async_op=False, hierarchy=0):
             if param_list is None and self.module_depth > 0:
                 self._check_not_resident()
@@ -129,7 +126,6 @@ class Gatherer:
         }
 
     def drop(self, units: Iterable[Unit]) -> None:
-        """Release units and cancel their pending gathers, for the current stream too."""
         for unit in units:
             self.release(unit)
             self.hops.cancel(unit)
@@ -306,7 +302,6 @@ class Gatherer:
         self.written(params)
 
     def written(self, params: Iterable[Parameter] | None) -> None:
-        """The current stream has the last write to parameters (None: all), or the work that brought them here."""
         for storage in self.ownership.storages:
             storage.changed(params)
         self.hops.written()

@@ -10,7 +10,6 @@ If making an engine fails, it gives parameters back as they were, without asking
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from torch.nn import Parameter
 
@@ -21,19 +20,6 @@ from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
 
 _CLOSURES = ("all_gather", "all_gather_coalesced", "partition")
-
-
-class Gathers(Owner, Protocol):
-    """The interface of a gatherer for its ownership."""
-
-    def closures_of(self, param: Parameter) -> dict[str, Callable]:
-        """Replacements for DeepSpeed's closures on a parameter, by their names."""
-
-    def drop(self, units: Iterable[Unit]) -> None:
-        """Release units and cancel their pending gathers, for the current stream too."""
-
-    def written(self, params: Iterable[Parameter]) -> None:
-        """The current stream has the last write to parameters, or the work that brought them here."""
 
 
 def check_attachable(params: Iterable[Parameter]) -> None:
@@ -61,7 +47,7 @@ class Ownership:
         given_back: called when a later engine has ended.
     """
 
-    def __init__(self, gatherer: Gathers, storages: Sequence[Storage]) -> None:
+    def __init__(self, gatherer: Owner, storages: Sequence[Storage]) -> None:
         self._gatherer, self.storages, self._session = gatherer, storages, gatherer.session
         self.params: dict[int, Parameter] = {}
         self._before: dict[Parameter, ParameterWire] = {}  # their states in the engine before

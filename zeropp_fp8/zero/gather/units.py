@@ -278,21 +278,20 @@ def build_units(
     def storage_of(param: Parameter) -> Storage:
         return next(storage for storage in storages if storage.takes(param))
 
-    def unit(members: list[Parameter], storage: Storage, persistent: bool = False) -> Unit:
-        return storage.unit_class(members, storage, persistent)
-
     units: list[Unit] = []
 
     def add(params: list[Parameter], persistent: bool = False) -> None:
         if granularity == "parameter" and not persistent:
-            units.extend(unit([param], storage_of(param)) for param in params)
+            for param in params:
+                storage = storage_of(param)
+                units.append(storage.unit_class([param], storage))
             return
         for storage in storages:
             mine = [param for param in params if storage_of(param) is storage]
             for trained in (False, True):
                 members = [param for param in mine if param.requires_grad is trained]
                 if members:
-                    units.append(unit(members, storage, persistent))
+                    units.append(storage.unit_class(members, storage, persistent))
 
     whole = {id(block) for block in blocks}
 
