@@ -7,6 +7,7 @@ kernel instead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,11 +128,7 @@ class Update:
 
     def apply(self, owned: Owned, step: int, options: Mapping[str, Any]) -> None:
         """One step of all tensors."""
-
-        def compute(weight: Tensor, grad: Tensor, states: list[Tensor]) -> Computed:
-            return self.compute(weight, grad, states, step, options)
-
-        owned.change(compute)
+        owned.change(functools.partial(self.compute, step=step, options=options))
 
 
 UPDATES: dict[str, Update] = {}  # by the name of the class whose `step` it stands for

@@ -165,12 +165,9 @@ def gather_stored(params: Sequence[Parameter]) -> None:
         own = torch.cat([sharded.shard(param).to(device) for param in members])
         gathered = own.new_empty(ranks_of(members[0]) * own.numel())
         dist.all_gather_into_tensor(gathered, own, group=sharded.group(members[0]))
-        rows = gathered.view(-1, own.numel())
-        offset = 0
-        for param in members:
-            size = sharded.shard(param).numel()
-            decode_rows_into(param, rows[:, offset : offset + size])
-            offset += size
+        parts = gathered.view(-1, own.numel()).split([sharded.shard(param).numel() for param in members], dim=1)
+        for param, rows in zip(members, parts):
+            decode_rows_into(param, rows)
 
 
 def _by_group(params: Iterable[Parameter]) -> Iterable[list[Parameter]]:

@@ -124,8 +124,7 @@ class Stored(Storage):
         return fragment_of(name, param)
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        for param in params:
-            check_untouched(param)
+        self.check_untouched(params)
         rows = gather_rows(self.route, [sharded.shard(param).to(self.route.device) for param in params])
         for param, payloads in zip(params, rows):
             decode_rows_into(param, payloads)

@@ -74,7 +74,7 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
             stack.enter_context(_direct_layers(module, chosen))
             if graph:
                 stack.enter_context(replayed(module, chosen.forget))
-            stack.enter_context(_refusing_gradients(module))
+            stack.callback(module.register_forward_pre_hook(_refuse_gradients).remove)
         yield module
 
 
@@ -204,20 +204,12 @@ def _hooks_aside(offload: ZeroppOffload) -> Iterator[None]:
             hooks.update(added)
 
 
-@contextlib.contextmanager
-def _refusing_gradients(module: nn.Module) -> Iterator[None]:
-    def refuse(*_) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "inside zeropp_fp8.generation the model has no gradients: put the pass under torch.no_grad(), or "
-                "train after the context has ended"
-            )
-
-    handle = module.register_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _refuse_gradients(*_) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "inside zeropp_fp8.generation the model has no gradients: put the pass under torch.no_grad(), or "
+            "train after the context has ended"
+        )
 
 
 @contextlib.contextmanager

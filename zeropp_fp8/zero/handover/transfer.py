@@ -249,9 +249,8 @@ def received(update_info: dict[str, list], group, limit: int, device: torch.devi
         group: has `broadcast(tensor, src)`; limit: the `packed_buffer_size_bytes` of `init_weight_transfer_engine`.
     """
     fields = zip(update_info["names"], update_info["dtype_names"], update_info["shapes"])
-    for bucket in buckets(
-        (ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in fields), limit
-    ):
+    declared = (ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in fields)
+    for bucket in buckets(declared, limit):
         packed = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8, device=device)
         group.broadcast(packed, src=0)
         for meta, place in zip(bucket, _places(bucket)):

@@ -77,10 +77,10 @@ class GradientScales(StagePart):
 
     def runs(self, params: Sequence[Parameter]) -> list[list[int]]:
         """Cut the indices of `params` into runs of neighbouring scales; each run can be reduced at once."""
+        places = [self._index[sharded.key(param)] for param in params]
         found: list[list[int]] = []
-        for i, param in enumerate(params):
-            follows = found and self._index[sharded.key(params[found[-1][-1]])] + 1 == self._index[sharded.key(param)]
-            if follows:
+        for i, place in enumerate(places):
+            if i and place == places[i - 1] + 1:
                 found[-1].append(i)
             else:
                 found.append([i])
@@ -104,12 +104,12 @@ class GradientScales(StagePart):
         self._reduced += numel if to_the_end else 0
         if not self._without_history.isdisjoint(places):
             self._take_current_amax(list(zip(places, grads)))
-        return self._shared(places)
+        return self.table.at(tuple(places))
 
     def of_sums(self, params: Sequence[Parameter]) -> SharedScales:
         """Return the scales of the second hop of neighbours whose gradients have accumulated in the node."""
         self._reduced += self._quantized_numel(params)
-        return self._shared(self._places_of(params))
+        return self.table.at(tuple(self._places_of(params)))
 
     def _places_of(self, params: Sequence[Parameter]) -> range:
         first = self._index[sharded.key(params[0])]
@@ -120,9 +120,6 @@ class GradientScales(StagePart):
 
     def _quantized_numel(self, params: Sequence[Parameter]) -> int:
         return sum(sharded.numel(p) for p in params if self._index[sharded.key(p)] in self._quantized)
-
-    def _shared(self, places: range) -> SharedScales:
-        return self.table.at(tuple(places))
 
     def _take_current_amax(self, places: Sequence[tuple[int, Tensor]]) -> None:
         """Set the scales of tensors that no step has shown yet, from this step's gradients."""
