@@ -191,7 +191,8 @@ def swiglu_cast(
 
 def swiglu(gate: Tensor, up: Tensor, *wanted) -> OperandsAndValues:
     """`swiglu_cast` where no history is written, of contiguous matrices, a scale and an amax as they should be."""
-    _check_alike("gate", gate, "up", up)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}")
     return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
 
 
@@ -277,7 +278,7 @@ def _codes(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     scaled = values * (torch.ones_like(scale) / scale)
     scaled.masked_fill_(values.isfinite().logical_not_(), torch.nan)
     codes = scaled.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-    _view_uint8(codes).masked_fill_(scaled.isnan(), NAN_CODE)
+    codes.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_CODE)
     return codes
 
 
@@ -315,14 +316,10 @@ def _padded(values: Tensor, multiple: int, rows_too: bool = False, fill: float =
     rows, columns = values.shape
     shape = rows + (-rows % multiple if rows_too else 0), columns + -columns % multiple
     if values.dtype in FLOAT8_DTYPES:  # as bytes: torch fills and copies few things in float8
-        return _padded(_view_uint8(values), multiple, rows_too).view(values.dtype)
+        return _padded(values.view(torch.uint8), multiple, rows_too).view(values.dtype)
     padded = torch.full(shape, fill, dtype=values.dtype, device=values.device)
     padded[:rows, :columns] = values
     return padded
-
-
-def _view_uint8(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8)
 
 
 # -- shapes ---------------------------------------------------------------------------------------------------------
@@ -337,13 +334,6 @@ def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
     if not is_matrix(matrix.shape) or 0 in matrix.shape:
         raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
     return (matrix.detach() if matrix.requires_grad else matrix).contiguous()
-
-
-def _check_alike(name: str, matrix: Tensor, other_name: str, other: Tensor) -> None:
-    if matrix.shape != other.shape or matrix.dtype != other.dtype:
-        raise ValueError(
-            f"{name} is {matrix.dtype} {tuple(matrix.shape)}, {other_name} is {other.dtype} {tuple(other.shape)}"
-        )
 
 
 def _check_scalars(matrix: Tensor, **tensors: Tensor | None) -> None:

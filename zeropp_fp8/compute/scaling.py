@@ -55,10 +55,6 @@ class Scaling:
         self._layers += 1
         return self._layers - 1
 
-    def codes_dtype(self, role: Role, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of an operand's codes, of a matrix of `dtype`."""
-        return FP8_DTYPES[self.formats[role]] if self.granularity != "rounded" else dtype
-
     def quantize(
         self,
         layer: int,

@@ -117,12 +117,10 @@ class DoubleQuantizedFormat(BlockScaledFormat):
         name = plain.name
         if name not in DOUBLE_QUANTIZED_NAMES:
             raise ValueError(f"{name}: double_quantize is there for {', '.join(DOUBLE_QUANTIZED_NAMES)}")
-        for refused, what in (
-            (plain.hadamard, "hadamard"),
-            (plain.block_size is None, "block_size=None, which has one scale"),
-        ):
-            if refused:
-                raise ValueError(f"{name}: double_quantize cannot be combined with {what}")
+        if plain.hadamard:
+            raise ValueError(f"{name}: double_quantize cannot be combined with hadamard")
+        if plain.block_size is None:
+            raise ValueError(f"{name}: double_quantize cannot be combined with block_size=None, which has one scale")
         super().__init__(name, plain.element, plain.block_size, scale=DoubleQuantizedScale())
         self._exact_codes = isinstance(plain, NF4Format)
 

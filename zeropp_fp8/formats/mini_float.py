@@ -70,7 +70,10 @@ class MiniFloatElement:
             wide_codes.masked_fill_(scaled.isnan(), NAN_CODE)
         elif self.holds_special:
             wide_codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
-        self._store(wide_codes, codes, scratch)
+        if self.bits == 8:
+            codes.copy_(wide_codes)
+        else:
+            pack(scratch("narrow codes", wide_codes.shape, torch.int8).copy_(wide_codes), self.bits, codes, scratch)
 
     def _steps(self, scaled: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """(rounded magnitudes in spacings, bits of the anchors), both int32, in buffers of `scratch`.
@@ -84,12 +87,6 @@ class MiniFloatElement:
         anchors.clamp_min_((_ONE + self.min_exponent) << 23).add_((23 - self.mantissa_bits) << 23)
         magnitudes += anchors.view(torch.float32)  # rounds to nearest, ties to even
         return magnitudes.view(torch.int32).sub_(anchors), anchors
-
-    def _store(self, codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
-        if self.bits == 8:
-            packed.copy_(codes)
-        else:
-            pack(scratch("narrow codes", codes.shape, torch.int8).copy_(codes), self.bits, packed, scratch)
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         """Write the values of uint8 `codes` [rows, n * bits / 8], before scaling, to `values` (fp32 [rows, n])."""

@@ -263,9 +263,8 @@ class Sampler(StagePart):
         ]
         self.found = summary(rows)
         if self.session.topology.rank == 0:
-            problem = self._cannot_write(
-                json.dumps({"engine": self.number, "step": step, "cost": cost, "rows": rows}) + "\n"
-            )
+            sample = {"engine": self.number, "step": step, "cost": cost, "rows": rows}
+            problem = self._cannot_write(json.dumps(sample) + "\n")
             said = progress(step, rows, cost) + (f"; not written: {problem}" if problem else "")
             if self.stage.gatherer.ownership.elsewhere():
                 said += "; not of weights that a later engine over this model has: call its destroy() to sample them"

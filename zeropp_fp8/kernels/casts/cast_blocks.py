@@ -106,10 +106,7 @@ def cast_blocks(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Cast a matrix with a scale per 1 x 128 elements along each copy's rows, or per 128 x 128.
 
-    Args:
-        matrix: bf16, fp16 or fp32 [R, C], contiguous.
-        dtype: of the codes.
-        plain, transposed: which copies to make.
+    Arguments are those of `cast_tensor`, and there may be no copy to make.
 
     Returns:
         (codes [R, C rounded up to a multiple of 128], codes [C, R rounded up], contiguous; their scales, fp32

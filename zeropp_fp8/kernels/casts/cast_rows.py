@@ -170,10 +170,7 @@ def cast_rows(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Cast a matrix with a scale per row of each copy.
 
-    Args:
-        matrix: bf16, fp16 or fp32 [R, C], contiguous.
-        dtype: of the codes.
-        plain, transposed: which copies to make.
+    Arguments are those of `cast_tensor`, and there may be no copy to make.
 
     Returns:
         (codes [R, C rounded up to a multiple of 16], codes [C, R rounded up], contiguous; their scales, fp32 [R, 1] and

@@ -134,12 +134,10 @@ def largest_magnitude(weight: QuantizedWeight) -> Tensor:
     """
     largest = weight.payload.new_zeros(1, dtype=torch.float32)
     payload = weight.payload[:, weight.offset : weight.offset + weight.wire_format.payload_bytes(weight.slice_numel)]
+    order = weight.row_of_slice
     for index in range(-(-weight.numel // weight.slice_numel)):
-        row = (
-            payload[index : index + 1]
-            if weight.row_of_slice is None
-            else payload.index_select(0, weight.row_of_slice[index : index + 1])
-        )
+        own = slice(index, index + 1)
+        row = payload[own] if order is None else payload.index_select(0, order[own])
         values = weight.wire_format.decode_rows(row, weight.slice_numel, weight.dtype)
         values = values[0, : weight.numel - index * weight.slice_numel].float().abs_()
         largest = torch.maximum(largest, values.nan_to_num_(nan=0.0, posinf=0.0).amax())
