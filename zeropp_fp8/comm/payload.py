@@ -161,12 +161,7 @@ class PayloadLayout:
                 shared.recorded(scales, group.index)
 
     def _encode_by_torch(
-        self,
-        group: _Group,
-        members: list[Tensor],
-        order: SliceOrder,
-        payload: Tensor,
-        scales: SharedScales | None,
+        self, group: _Group, members: list[Tensor], order: SliceOrder, payload: Tensor, scales: SharedScales | None
     ) -> None:
         for place, (i, tensor) in enumerate(zip(group.members, members)):
             rows = slices_of(tensor, self.slice_numels[i], order)
@@ -180,12 +175,7 @@ class PayloadLayout:
             scales.amax[place] = torch.maximum(scales.amax[place], finite.amax())
 
     def _encode_with_residuals(
-        self,
-        index: int,
-        members: list[Tensor],
-        order: SliceOrder,
-        payload: Tensor,
-        residuals: Residuals,
+        self, index: int, members: list[Tensor], order: SliceOrder, payload: Tensor, residuals: Residuals
     ) -> None:
         group = self._groups[index]
         if group.segments is not None:
@@ -251,11 +241,7 @@ class PayloadLayout:
         return self.formats[i].mean_of_rows(list(self._part(received, i)), self.slice_numels[i])
 
     def reduce_to_payload(
-        self,
-        received: Tensor,
-        then: PayloadLayout,
-        payload: Tensor,
-        shared: SharedScales | None = None,
+        self, received: Tensor, then: PayloadLayout, payload: Tensor, shared: SharedScales | None = None
     ) -> None:
         """Encode the mean over ranks of `received`, uint8 [ranks, rows, row_bytes], into `payload` by layout `then`.
 
@@ -277,11 +263,7 @@ class PayloadLayout:
                 next_group.wire_format.encode_rows(self.mean(received, i), part)
 
     def reduce_to_tensors(
-        self,
-        received: Tensor,
-        tensors: Sequence[Tensor],
-        accumulate: bool = False,
-        shared: SharedScales | None = None,
+        self, received: Tensor, tensors: Sequence[Tensor], accumulate: bool = False, shared: SharedScales | None = None
     ) -> None:
         """Write the mean over ranks of `received`, uint8 [ranks, row_bytes], to `tensors`, or add it to them.
 

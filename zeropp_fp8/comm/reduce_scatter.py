@@ -128,11 +128,7 @@ class ReducePlan:
         """Copy the amax that `first` has recorded in `scales` to `shared`."""
 
     def run(
-        self,
-        tensors: Sequence[Tensor],
-        results: Sequence[Tensor],
-        reduction: Reduction,
-        accumulate: bool = False,
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], reduction: Reduction, accumulate: bool = False
     ) -> Iterator[None]:
         """Reduce `tensors` into `results`: a generator that yields whenever it would have to wait for other ranks.
 
@@ -311,12 +307,7 @@ class ReducePlan:
         return issue(dist.all_to_all_single, received, sent, incoming, outgoing, level=level, **counted)
 
     def _write(
-        self,
-        received: Tensor,
-        results: Sequence[Tensor],
-        accumulate: bool,
-        scales: SharedScales | None,
-        rings: Rings,
+        self, received: Tensor, results: Sequence[Tensor], accumulate: bool, scales: SharedScales | None, rings: Rings
     ) -> None:
         """Write or add the mean of the last hop's messages."""
         nodes, per_node = self.topology.nodes, self.topology.ranks_per_node

@@ -15,9 +15,4 @@ differentiable_once.py  backward passes that cannot be differentiated, and funct
 from zeropp_fp8.compute.convert import ConversionReport, convert_linear_layers, restore_linear_layers
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 
-__all__ = [
-    "ConversionReport",
-    "LowPrecisionLinear",
-    "convert_linear_layers",
-    "restore_linear_layers",
-]
+__all__ = ["ConversionReport", "LowPrecisionLinear", "convert_linear_layers", "restore_linear_layers"]

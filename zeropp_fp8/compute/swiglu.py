@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
-from zeropp_fp8.compute.fused_module import (
-    FusedModule,
-    fuse,
-    scales_are_known,
-    takes_codes,
-    takes_transposed_codes,
-)
+from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes, takes_transposed_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import says
 

@@ -264,10 +264,7 @@ def report(found: Diagnosis) -> list[str]:
         lines += [
             ("versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())),
             ("plugin", first["switched_on"]),
-            (
-                "device",
-                device.get("name", "not known") + (f", compute capability {capability}" if capability else ""),
-            ),
+            ("device", device.get("name", "not known") + (f", compute capability {capability}" if capability else "")),
             *((f"  {scaling}", how) for scaling, how in device.get("gemms", {}).items()),
             ("kernels", device.get("kernels", "not known")),
             ("  bytes", _tested(found)),

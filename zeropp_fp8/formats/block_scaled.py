@@ -170,10 +170,7 @@ class BlockScaledFormat(WireFormat):
         self._encode_codes(matrix, codes, scale_)
 
     def _encode_codes(
-        self,
-        matrix: Tensor,
-        codes: Tensor,
-        scale_: Callable[[Tensor, slice, slice, Scratch], None],
+        self, matrix: Tensor, codes: Tensor, scale_: Callable[[Tensor, slice, slice, Scratch], None]
     ) -> None:
         """Write the codes of `matrix` [rows, n] to uint8 [rows, code bytes].
 

@@ -63,11 +63,7 @@ class MXFormat(BlockScaledFormat):
     """
 
     def __init__(
-        self,
-        name: str,
-        scale_mode: str = "rceil",
-        block_size: int = MX_BLOCK,
-        hadamard: bool = False,
+        self, name: str, scale_mode: str = "rceil", block_size: int = MX_BLOCK, hadamard: bool = False
     ) -> None:
         if scale_mode not in SCALE_MODES:
             raise ValueError(f"{name}: scale_mode must be one of {SCALE_MODES}, got {scale_mode!r}")

@@ -64,12 +64,7 @@ def nf4_numbers_of(codes, levels_ptr, PTX: tl.constexpr, BLOCKS: tl.constexpr, W
     """fp32 [BLOCKS, WIDTH] of uint8 bytes of two NF4 codes: by PTX, or looked up in fp32 [16] in memory."""
     if PTX:
         low, high = tl.inline_asm_elementwise(
-            LEVELS_OF_BYTES,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [codes],
-            (tl.int32, tl.int32),
-            is_pure=True,
-            pack=4,
+            LEVELS_OF_BYTES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [codes], (tl.int32, tl.int32), is_pure=True, pack=4
         )
         low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     else:

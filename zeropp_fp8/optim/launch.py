@@ -8,15 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeropp_fp8.kernels.optimizer.adamw import (
-    CONSTANTS,
-    NUM_WARPS,
-    Form,
-    Places,
-    adamw_kernel,
-    first_of,
-    no_magnitudes,
-)
+from zeropp_fp8.kernels.optimizer.adamw import CONSTANTS, NUM_WARPS, Form, Places, adamw_kernel, first_of, no_magnitudes
 from zeropp_fp8.kernels.optimizer.adamw import TILE as KERNEL_TILE
 from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
 from zeropp_fp8.optim.gradients import FP8Gradients

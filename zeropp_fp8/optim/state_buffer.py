@@ -34,13 +34,7 @@ class StateBuffer:
         ValueError: an unknown name or block size.
     """
 
-    def __init__(
-        self,
-        segments: Segments,
-        storage: str,
-        scales: str = "tensor",
-        block_size: int = 128,
-    ) -> None:
+    def __init__(self, segments: Segments, storage: str, scales: str = "tensor", block_size: int = 128) -> None:
         self.segments = segments
         self.storage = storage_of(storage)
         check_scales(scales, block_size)

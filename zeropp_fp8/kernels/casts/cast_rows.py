@@ -48,14 +48,7 @@ _LARGEST_ROW = 16384
 
 @Kernel
 @triton.jit
-def tile_amax_kernel(
-    matrix_ptr,
-    row_amax_ptr,
-    column_amax_ptr,
-    rows,
-    columns,
-    FORM: tl.constexpr,
-):
+def tile_amax_kernel(matrix_ptr, row_amax_ptr, column_amax_ptr, rows, columns, FORM: tl.constexpr):
     """One program: one tile's amaxes, into fp32 [tiles in a row, rows] and [tiles in a column, columns]."""
     first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
     x = numbers_of(load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns))
@@ -146,14 +139,7 @@ def cast_rows_kernel(
 @Kernel
 @triton.jit
 def cast_whole_rows_kernel(
-    matrix_ptr,
-    plain_ptr,
-    scale_ptr,
-    rows,
-    columns,
-    plain_length,
-    transposed_length,
-    FORM: tl.constexpr,
+    matrix_ptr, plain_ptr, scale_ptr, rows, columns, plain_length, transposed_length, FORM: tl.constexpr
 ):
     """One program: whole rows of up to FORM.columns elements."""
     first_row = tl.program_id(0) * FORM.rows

@@ -79,10 +79,7 @@ def round_trip_kernel(
 
 
 def round_trip(
-    matrix: Tensor,
-    mx_format: MXFormat,
-    along_rows: bool = True,
-    along_columns: bool = False,
+    matrix: Tensor, mx_format: MXFormat, along_rows: bool = True, along_columns: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantize and dequantize a matrix along one axis or both; equal to `MXFormat.round_trip`.
 

@@ -28,14 +28,7 @@ _WARPS = 4
 @Kernel
 @triton.jit
 def swiglu_backward_kernel(
-    grad_ptr,
-    gate_ptr,
-    up_ptr,
-    grad_gate_ptr,
-    grad_up_ptr,
-    numel,
-    INTERPRETED: tl.constexpr,
-    TILE: tl.constexpr,
+    grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, numel, INTERPRETED: tl.constexpr, TILE: tl.constexpr
 ):
     """One program: TILE elements."""
     dtype: tl.constexpr = gate_ptr.dtype.element_ty

@@ -22,13 +22,7 @@ TRANSPOSE = Launch(tile_rows=128, tile_columns=128, num_warps=8)
 @Kernel
 @triton.jit
 def transpose_kernel(
-    codes_ptr,
-    transposed_ptr,
-    rows,
-    columns,
-    transposed_length,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    codes_ptr, transposed_ptr, rows, columns, transposed_length, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr
 ):
     """One program: one tile. Beyond `rows` the transposed copy's rows are filled with zeros."""
     first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)

@@ -40,13 +40,7 @@ def scale_bytes(amax, STORAGE: tl.constexpr):
 @Kernel
 @triton.jit
 def encode_blocks_kernel(
-    values_ptr,
-    codes_ptr,
-    scales_ptr,
-    tiles_ptr,
-    ELEMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    values_ptr, codes_ptr, scales_ptr, tiles_ptr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, NATIVE_FP8: tl.constexpr
 ):
     """One program: one tile."""
     entry = tiles_ptr + tl.program_id(0) * COLUMNS

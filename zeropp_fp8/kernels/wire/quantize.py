@@ -17,15 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats.scale_table import OF_GRADIENTS, SharedScales
-from zeropp_fp8.kernels.elements import (
-    EXPONENT_OF_INF,
-    block_scales,
-    codes_of,
-    load_some,
-    narrowed,
-    rotate,
-    store_some,
-)
+from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, block_scales, codes_of, load_some, narrowed, rotate, store_some
 from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
@@ -129,15 +121,7 @@ def encode_blocks(values, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_blocks(
-    codes,
-    scales,
-    payload_ptr,
-    tile,
-    num_blocks,
-    code_bytes,
-    total_bytes,
-    FORMAT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    codes, scales, payload_ptr, tile, num_blocks, code_bytes, total_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Write what `encode_blocks` gave to the payload of one tensor's slice, with the padding around it."""
     element: tl.constexpr = FORMAT.element

@@ -136,15 +136,7 @@ def reduce_to_payload_kernel(
 
 @triton.jit
 def write_mean(
-    mean,
-    tensor_ptr,
-    end,
-    tile,
-    factor,
-    counts_ptr,
-    ACCUMULATE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    mean, tensor_ptr, end, tile, factor, counts_ptr, ACCUMULATE: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr
 ):
     """A tile of a mean, or of a sum of codes with a shared scale, to a tensor's slice."""
     if tensor_ptr.dtype.element_ty == tl.uint8:

@@ -21,14 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from zeropp_fp8.comm import gather_objects
-from zeropp_fp8.zero.checkpoint.manifest import (
-    PARTIAL,
-    SavedFile,
-    describe_file,
-    replace_file,
-    sync,
-    write_manifest,
-)
+from zeropp_fp8.zero.checkpoint.manifest import PARTIAL, SavedFile, describe_file, replace_file, sync, write_manifest
 
 
 def save_in_two_phases(engine, stock: Callable, save_dir: str, tag: str | None, save_latest: bool) -> bool:

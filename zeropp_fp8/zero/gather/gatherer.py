@@ -119,11 +119,7 @@ class Gatherer(Owner):
         def partition(param_list=None, hierarchy=0, has_been_updated=False, free_data=True):
             partition_by_engine([param] if param_list is None else param_list, has_been_updated, free_data)
 
-        return {
-            "all_gather": all_gather,
-            "all_gather_coalesced": self.all_gather_coalesced,
-            "partition": partition,
-        }
+        return {"all_gather": all_gather, "all_gather_coalesced": self.all_gather_coalesced, "partition": partition}
 
     def drop(self, units: Iterable[Unit]) -> None:
         for unit in units:

@@ -56,11 +56,7 @@ class Contents:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        model: nn.Module,
-        kinds: tuple[str, ...],
-        float8: Float8Weights | None,
+        self, module: nn.Module, model: nn.Module, kinds: tuple[str, ...], float8: Float8Weights | None
     ) -> None:
         self._module, self._model, self._kinds = module, model, kinds
         self._float8 = float8

@@ -107,10 +107,7 @@ def greedy_assignment(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def plan_parts(
-    tensors: Sequence[TensorStates],
-    ranks: int,
-    ranks_per_node: int,
-    split: Literal["balance", "none"] = "balance",
+    tensors: Sequence[TensorStates], ranks: int, ranks_per_node: int, split: Literal["balance", "none"] = "balance"
 ) -> list[Part]:
     """Owners of all tensors, in order of tensor, then row.
 

@@ -23,10 +23,7 @@ from zeropp_fp8.formats.shapes import is_vector
 
 
 def reduction_units(
-    parameters: Sequence[Parameter],
-    registered: Iterable[Parameter],
-    blocks: Sequence[nn.Module],
-    joined_numel: int = 0,
+    parameters: Sequence[Parameter], registered: Iterable[Parameter], blocks: Sequence[nn.Module], joined_numel: int = 0
 ) -> list[list[Parameter]]:
     """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
 

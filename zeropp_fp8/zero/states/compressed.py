@@ -102,13 +102,7 @@ class CompressedStates(StagePart):
                     weight.copy_(master)
 
     @torch.no_grad()
-    def update(
-        self,
-        sub_group: int,
-        grads_of,
-        options: Mapping[str, Any],
-        grad_scale: Tensor,
-    ) -> None:
+    def update(self, sub_group: int, grads_of, options: Mapping[str, Any], grad_scale: Tensor) -> None:
         """One optimizer step of a sub-group, weights of the model included.
 
         Args:

@@ -14,13 +14,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.zero.as_deepspeed import (
-    GRAD_PARTITIONS,
-    Freed,
-    norm_of_squares,
-    on_any_rank,
-    set_up_without_buffer,
-)
+from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS, Freed, norm_of_squares, on_any_rank, set_up_without_buffer
 from zeropp_fp8.zero.states.block_gradient_store import BlockGradientStore
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import STAYS, StateGroup, as_partition
