@@ -141,10 +141,8 @@ def _write_decoded(saved: SavedRanks, rank: int, path: Path, new_path: Path, tru
 
 
 def _decoded_slice(saved: SavedParameter, own: QuantizedFragment, rank: int) -> Tensor:
-    def part(index: int) -> Tensor:
-        return saved.fragment(index).decoded()
-
-    return slice_of(part, own.part_numel, math.prod(own.full_shape), rank, own.ranks)
+    numel = math.prod(own.full_shape)
+    return slice_of(lambda index: saved.fragment(index).decoded(), own.part_numel, numel, rank, own.ranks)
 
 
 def _mapped(values: Tensor, path: Path) -> Tensor:

@@ -113,15 +113,8 @@ def picture_to_draw(path: str) -> str:
 def table(rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[str]:
     """Lay out rows of cells as lines. The first row has the columns' names. Numbers are aligned at the right, and
     columns of `words` at the left."""
-    columns = list(zip(*rows))
-    widths = [max(map(len, column)) for column in columns]
-    begins = [column[0] in words for column in columns]
-    return [
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, begins)
-        ).rstrip()
-        for row in rows
-    ]
+    columns = [f"{'<' if column[0] in words else '>'}{max(map(len, column))}" for column in zip(*rows)]
+    return ["  ".join(map(format, row, columns)).rstrip() for row in rows]
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> list[str]:

@@ -92,10 +92,8 @@ class NVFP4Format(BlockScaledFormat):
             magnitudes.masked_fill_(magnitudes.isfinite().logical_not_(), 0.0)
             torch.maximum(amax, magnitudes.amax(dim=1, keepdim=True).float(), out=amax)
         # Divided by a tensor: CUDA would multiply by a Python number's reciprocal, which rounds otherwise.
-        scales = (amax / torch.full_like(amax, _LARGEST_SCALE * self.element.largest)).clamp_min_(
-            MIN_SCALE / _SMALLEST_SCALE
-        )
-        return scales.masked_fill_(amax == 0, 1.0)
+        scales = amax / torch.full_like(amax, _LARGEST_SCALE * self.element.largest)
+        return scales.clamp_min_(MIN_SCALE / _SMALLEST_SCALE).masked_fill_(amax == 0, 1.0)
 
     def _encode_scaled(self, matrix: Tensor, tensor_scales: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write scales and codes of `matrix` [rows, n] with fp32 scales [rows, 1] of the tensors of its rows."""
