@@ -191,23 +191,10 @@ def cast_tensor(
         made = torch.empty_strided((1,), (1,), dtype=torch.float32, device=matrix.device)
     if current:
         partials, scale = partial_amax(matrix), made
-    plan = cast_plan(
-        cast_tensor_kernel,
-        CAST,
-        matrix.shape,
-        matrix.dtype,
-        matrix.device,
-        dtype,
-        plain,
-        transposed,
-        right,
-        ALIGNMENT,
-        (partials.numel() if current else 0,),
-        CURRENT=current,
-        COPY=own_scale and not current,
-        RECORD=amax_out is not None,
-        PARTIALS=LARGEST_PARTIALS,
-    )
+    key = matrix.shape, matrix.dtype, matrix.device, dtype, plain, transposed, right, ALIGNMENT
+    lengths = (partials.numel() if current else 0,)
+    flags = {"CURRENT": current, "COPY": own_scale and not current, "RECORD": amax_out is not None}
+    plan = cast_plan(cast_tensor_kernel, CAST, *key, lengths, **flags, PARTIALS=LARGEST_PARTIALS)
     codes, codes_t = plan.empty()
     plan.launch(matrix, codes, codes_t, scale, partials if current else made, amax_out)
     return codes, codes_t, scale if made is None else made

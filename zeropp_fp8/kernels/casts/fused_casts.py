@@ -137,21 +137,9 @@ def fused_cast(
         (codes [R, C rounded up to a multiple of 16] or None, the transpose of codes [C, R rounded up] or None, the
         result before the cast, like `first`).
     """
-    plan = cast_plan(
-        fused_cast_kernel,
-        SWIGLU if inverse_rms is None else RMS_NORM,
-        first.shape,
-        first.dtype,
-        first.device,
-        dtype,
-        plain,
-        transposed,
-        (False, True),
-        ALIGNMENT,
-        NORM=inverse_rms is not None,
-        RECORD=amax_out is not None,
-        INTERPRETED=interpreted(),
-    )
+    key = first.shape, first.dtype, first.device, dtype, plain, transposed, (False, True), ALIGNMENT
+    flags = {"NORM": inverse_rms is not None, "RECORD": amax_out is not None, "INTERPRETED": interpreted()}
+    plan = cast_plan(fused_cast_kernel, SWIGLU if inverse_rms is None else RMS_NORM, *key, **flags)
     values = torch.empty_like(first)
     codes, codes_t = plan.empty()
     plan.launch(first, second, inverse_rms, values, codes, codes_t, scale, amax_out)
