@@ -103,10 +103,8 @@ class StepWatch(StagePart):
         all_reduce(measured, dist.ReduceOp.MIN, session.topology.group, ledger)
         between, within, behind, seconds = measured.tolist()
         sent = sum(sum(links.values()) for links in ledger.report()["per_step"].values())
-        messages = len(times) / STEPS
-        self.shares = StepShares(
-            seconds / STEPS, between, within, behind if self._on_gpu else None, messages, sent / max(1.0, messages)
-        )
+        behind, messages = behind if self._on_gpu else None, len(times) / STEPS
+        self.shares = StepShares(seconds / STEPS, between, within, behind, messages, sent / max(1.0, messages))
         if session.topology.rank == 0 and (text := explained(self.shares, session)) is not None:
             print(text, flush=True)
 

@@ -44,9 +44,6 @@ def engine_of(holder, caller: str):
 
 def _engines(held: nn.Module) -> list:
     own = getattr(held, "zeropp_fp8_session", None)  # the session of an engine, which may have ended
-    sessions = (
-        [own]
-        if own
-        else [sharded.known(p).wire.owner.session for p in held.parameters() if sharded.known(p).wire is not None]
-    )
+    wires = (sharded.known(param).wire for param in held.parameters())
+    sessions = [own] if own else [wire.owner.session for wire in wires if wire is not None]
     return [engine for engine in (session.engine() for session in sessions) if engine is not None]

@@ -78,9 +78,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self.session, self.stock = session, super()
-        self.hooks, self.backwards, self.buckets, self.looking = (
-            each(self) for each in (GradientHooks, Backwards, Buckets, Looking)
-        )
+        self.hooks, self.backwards = GradientHooks(self), Backwards(self)
+        self.buckets, self.looking = Buckets(self), Looking(self)
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
         if kwargs.get("reduce_scatter", True):
