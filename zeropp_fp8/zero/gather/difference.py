@@ -13,7 +13,7 @@ The whole payloads replace differences if no copy exists yet, and if anything bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,7 +39,7 @@ CODES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def _dtype_of(wire_format: WireFormat) -> torch.dtype | None:
-    """Of the numbers in a format's payload whose differences are coded; None: it is sent as it is."""
+    """The dtype of the numbers in a format's payload, if their differences are coded; else it is sent as it is."""
     if isinstance(wire_format, UnquantizedFormat):
         return wire_format.dtype if wire_format.dtype in exact.MANTISSA else None
     return CODES.get(wire_format.name)  # scales are bytes before codes: any bits are coded without loss
@@ -97,7 +97,8 @@ class Rows:
 
     def encode(self, row: Tensor, held: Tensor, measured: Measured, out: Tensor) -> None:
         """Write differences to `out`, uint8 [1, row bytes]; arguments are those of `measure`, and what it gave."""
-        self._copy_whole(row, self._places, out, self._whole_places)
+        for part, into in self._whole_parts(row, out):
+            into.copy_(part)
         if not self._coded:
             return
         headers, ends, _ = measured
@@ -114,7 +115,8 @@ class Rows:
 
     def add(self, brought: Tensor, held: Tensor, own: int | None = None) -> None:
         """Make uint8 `held` [rows, bytes] the senders' payloads, by `brought` [rows, row bytes]; row `own` is so."""
-        self._copy_whole(brought, self._whole_places, held, self._places)
+        for into, part in self._whole_parts(held, brought):
+            into.copy_(part)
         if not self._coded:
             return
         headers = brought[:, self._headers_at :][:, : _WORD_BYTES * sum(self._chunks)].contiguous().view(torch.int32)
@@ -131,15 +133,13 @@ class Rows:
             for numbers, *of_tensor in zip(self._numbers(held[one]), *of_tensors):
                 exact.add(*of_tensor, bits[one], numbers)
 
-    @property
-    def _whole_places(self) -> list[int]:
-        """Of tensors that are sent as they are, in a row of differences."""
-        return [sum(self._sizes[j] for j in self._whole if j < i) for i in range(len(self._sizes))]
-
-    def _copy_whole(self, source: Tensor, places: Sequence[int], into: Tensor, into_places: Sequence[int]) -> None:
+    def _whole_parts(self, payloads: Tensor, differences: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the bytes of each tensor that is sent as it is, in rows of payloads and in those of differences."""
+        at = 0
         for i in self._whole:
-            part = source[:, places[i] : places[i] + self._sizes[i]]
-            into[:, into_places[i] : into_places[i] + self._sizes[i]] = part
+            size = self._sizes[i]
+            yield payloads[:, self._places[i] : self._places[i] + size], differences[:, at : at + size]
+            at += size
 
     def _numbers(self, rows: Tensor) -> list[Tensor]:
         """[rows, numel] of each coded tensor."""
@@ -166,7 +166,7 @@ class HoldsRows(Protocol):
         """The places in this rank's payload, and in those that the first hops bring, like `held_rows`."""
 
     def own_payload(self) -> Tensor:
-        """uint8 [1, bytes]: this rank's payload, made anew; of no bytes if the rank owns nothing of the unit."""
+        """uint8 [1, bytes]: this rank's payload, made anew without padding; no bytes if it owns nothing of the unit."""
 
     def held_rows(self, held: Tensor) -> list[Tensor]:
         """uint8 [rows, bytes] each: the payloads in `held`."""

@@ -127,11 +127,6 @@ class SlicedUnit(Unit):
         rows = Rows(self.layout.formats, self.layout.slice_numels, self.route.device)
         return rows, [rows]
 
-    def own_payload(self) -> Tensor:
-        row = torch.empty(1, self.layout.row_bytes, dtype=torch.uint8, device=self.route.device)
-        self.layout.encode(self._shards(), self.route.one_row, row)
-        return row
-
     def agreed(self, sizes: list[int]) -> list[int]:
         return [max(sizes)] * len(sizes)
 
@@ -150,14 +145,15 @@ class SlicedUnit(Unit):
     def own_held_row(self, held: Tensor) -> Tensor:
         return self.held_rows(held)[0][self.route.own_row : self.route.own_row + 1]
 
-    def _shards(self) -> list[Tensor]:
-        """This rank's slices of packed parameters, flat, without padding."""
+    def own_payload(self, into: Tensor | None = None) -> Tensor:
         device, slices = self.route.device, []
         for param, numel in zip(self.packed, self._encoded_numels):
             own = sharded.at_rest(param)
             own = own if own.numel() == numel else own.narrow(0, 0, numel)
             slices.append(own if own.device == device else own.to(device, non_blocking=True))
-        return slices
+        row = torch.empty(1, self.layout.row_bytes, dtype=torch.uint8, device=device) if into is None else into
+        self.layout.encode(slices, self.route.one_row, row)
+        return row
 
     def _encode(self, own: list[Tensor]) -> None:
         """Encode into uint8 [1, size] of each region; without a secondary shard keep the bytes for the next gather.
@@ -173,7 +169,7 @@ class SlicedUnit(Unit):
         if self.payload is not None:
             row.copy_(self.payload, non_blocking=True)
             return
-        self.layout.encode(self._shards(), route.one_row, row)
+        self.own_payload(row)
         # A secondary shard has the payload anyway, and a GPU makes it again as fast as it reads it.
         if not self.keeps_secondary and route.device.type == "cpu":
             self.payload = row.clone() if route.session.formats.weights is not None else None
