@@ -37,7 +37,7 @@ _ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_
 ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
 # At learning rates of 1e-7 to 1e-3, near benchmarks/results/weight_changes/cpu-1-local.json, whose largest is 6e-4.
 _DIFFERENCE_BITS = (0.07, 0.2, 0.75, 2.7, 5.5)
-_CODE_DIFFERENCE_BITS = (0.05, 0.07, 0.2, 0.8, 3)
+_CODE_DIFFERENCE_BITS = (0.04, 0.06, 0.18, 0.62, 3)
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
@@ -113,7 +113,7 @@ class WeightsConfig(_Section):
 
     Differences lose nothing: every rank computes with the weights of a gather without them, bit for bit. Each node adds
     them to its copy of the weights, of 16-bit numbers, INT8 or FP8 codes (`secondary.scope`). Under AdamW a bf16 weight
-    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 or FP8 code 0.1, 0.2 and 0.8.
+    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 or FP8 code 0.06, 0.2 and 0.6.
     Whole weights cross at start, and when anything but a step wrote them; so do weights in fp32, and small ones that
     ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """
