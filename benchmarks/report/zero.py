@@ -244,6 +244,18 @@ def kernels(result: dict) -> str:
     return table(["", *KERNELS], rows)
 
 
+def kernels_of_differences(result: dict) -> str:
+    """Of a copy's bandwidth, by learning rate, and bits per number."""
+    found = by_operation(result)
+    rates = [name for operation, name in found if operation == "add difference"]
+    rows = [
+        [operation, *(f"{100 * found[operation, name]['share_of_copy']:.0f} %" for name in rates)]
+        for operation in ("measure difference", "encode difference", "add difference")
+    ]
+    bits = ["bits per number", *(f"{found['add difference', name]['bits']:.2f}" for name in rates)]
+    return table(["", *rates], [*rows, bits])
+
+
 def kernels_say(result: dict, profile: dict) -> str:
     """Sums of ranks, the kernels' share of a step, and a plain quantization beside them."""
     found = by_operation(result)
@@ -387,6 +399,7 @@ BLOCKS = {
     "work_of_step": Block(work_of_step, ("step_profile/h200-2-nvlink",)),
     "work_of_fp8_step": Block(work_of_step, ("step_profile/h200-2-nvlink-4x2048",)),
     "kernels": Block(kernels, ("kernels/h200-1-local",)),
+    "kernels_of_differences": Block(kernels_of_differences, ("kernels/h200-1-local-differences",)),
     "kernels_say": Block(kernels_say, ("kernels/h200-1-local", "step_profile/h200-4-nvlink")),
     "accuracy": Block(
         accuracy,
