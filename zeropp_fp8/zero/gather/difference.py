@@ -13,7 +13,7 @@ The whole payloads replace differences if no copy exists yet, and if anything bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,26 +61,31 @@ class Rows:
         use_kernels: bool | None = None,
     ) -> None:
         self._device = device
-        self._sizes = [each.payload_bytes(numel) for each, numel in zip(formats, numels)]
-        self._places = [sum(self._sizes[:i]) for i in range(len(numels))]
+        sizes = [each.payload_bytes(numel) for each, numel in zip(formats, numels)]
+        places = [sum(sizes[:i]) for i in range(len(sizes))]
         dtypes = [_dtype_of(each) if numel else None for each, numel in zip(formats, numels)]
         # One kernel codes numbers of one dtype: of those that most bytes are of.
-        found = {dtype: sum(size for size, of in zip(self._sizes, dtypes) if of is dtype) for dtype in dtypes if dtype}
+        found = {dtype: sum(size for size, of in zip(sizes, dtypes) if of is dtype) for dtype in dtypes if dtype}
         self._dtype = max(found, key=found.get, default=None)
         self._coded = [i for i, dtype in enumerate(dtypes) if dtype is self._dtype and dtype]
-        self._whole = [i for i in range(len(numels)) if i not in self._coded]
         codes = self._dtype in CODES.values()
-        self._numels = [self._sizes[i] if codes else numels[i] for i in self._coded]
-        self._chunks = [-(-numel // exact.CHUNK) for numel in self._numels]
-        self._headers_at = sum(self._sizes[i] for i in self._whole)
+        coded = [sizes[i] if codes else numels[i] for i in self._coded]
+        firsts = [places[i] // self._dtype.itemsize for i in self._coded]
+        self._parts = [slice(first, first + numel) for first, numel in zip(firsts, coded)]  # of numbers in a payload
+        self._chunks = [-(-numel // exact.CHUNK) for numel in coded]
+        self._whole: list[tuple[slice, slice]] = []  # bytes in a payload, and in its differences
+        self._headers_at = 0
+        for i in sorted(set(range(len(sizes))) - set(self._coded)):
+            begin, self._headers_at = self._headers_at, self._headers_at + sizes[i]
+            self._whole.append((slice(places[i], places[i] + sizes[i]), slice(begin, self._headers_at)))
         self._body_at = self._headers_at + align_up(_WORD_BYTES * sum(self._chunks))
         self._segments = None
         if self._coded and (device.type == "cuda" if use_kernels is None else use_kernels):
             from zeropp_fp8 import kernels
 
-            self._kernels, places = kernels, [self._places[i] for i in self._coded]
+            self._kernels, places = kernels, [places[i] for i in self._coded]
             like = SharedScaleFormat("fp8_e4m3") if codes else formats[self._coded[0]]  # chunks know no blocks
-            self._segments = kernels.SegmentTable(like, self._numels, places, device)
+            self._segments = kernels.SegmentTable(like, coded, places, device)
 
     def measure(self, row: Tensor, held: Tensor) -> Measured:
         """How a payload differs from what is held of it, both uint8 [1, bytes]."""
@@ -89,16 +94,16 @@ class Rows:
         elif self._segments is not None:
             headers = self._kernels.make_headers(row, held, self._segments, self._dtype).unsqueeze(0)
         else:
-            headers = [exact.make_headers(*pair) for pair in zip(self._numbers(row), self._numbers(held))]
-            headers = torch.cat(headers, dim=1)
+            new, old = row.view(self._dtype), held.view(self._dtype)
+            headers = torch.cat([exact.make_headers(new[:, part], old[:, part]) for part in self._parts], dim=1)
         ends = exact.ends_of(headers)
         words = ends[0, -1:].long() + bool(self._coded)  # kernels read two at once, also of the last
         return Measured(headers, ends, align_up(self._body_at + _WORD_BYTES * words))
 
     def encode(self, row: Tensor, held: Tensor, measured: Measured, out: Tensor) -> None:
         """Write differences to `out`, uint8 [1, row bytes]; arguments are those of `measure`, and what it gave."""
-        for part, into in self._whole_parts(row, out):
-            into.copy_(part)
+        for in_payload, in_difference in self._whole:
+            out[:, in_difference] = row[:, in_payload]
         if not self._coded:
             return
         headers, ends, _ = measured
@@ -108,15 +113,15 @@ class Rows:
             into = body[0].view(torch.int32)
             self._kernels.encode_exact(row, held, self._segments, self._dtype, headers, ends, into)
             return
-        bits, of_chunks = exact.unpacked(body), (headers.split(self._chunks, 1), ends.split(self._chunks, 1))
-        for new, old, *of_tensor in zip(self._numbers(row), self._numbers(held), *of_chunks):
-            exact.encode(new, old, *of_tensor, bits)
+        bits, new, old = exact.unpacked(body), row.view(self._dtype), held.view(self._dtype)
+        for part, *of_tensor in zip(self._parts, headers.split(self._chunks, 1), ends.split(self._chunks, 1)):
+            exact.encode(new[:, part], old[:, part], *of_tensor, bits)
         body.copy_(exact.packed(bits))
 
     def add(self, brought: Tensor, held: Tensor, own: int | None = None) -> None:
         """Make uint8 `held` [rows, bytes] the senders' payloads, by `brought` [rows, row bytes]; row `own` is so."""
-        for into, part in self._whole_parts(held, brought):
-            into.copy_(part)
+        for in_payload, in_difference in self._whole:
+            held[:, in_payload] = brought[:, in_difference]
         if not self._coded:
             return
         headers = brought[:, self._headers_at :][:, : _WORD_BYTES * sum(self._chunks)].contiguous().view(torch.int32)
@@ -125,27 +130,12 @@ class Rows:
             places = self._headers_at, self._body_at
             self._kernels.add_exact(brought, *places, ends, held, self._segments, self._dtype, own)
             return
-        others = [row for row in range(len(held)) if row != own]
-        bits, of_chunks = exact.unpacked(brought[:, self._body_at :]), (headers, ends)
-        for row in others:
+        bits, numbers = exact.unpacked(brought[:, self._body_at :]), held.view(self._dtype)
+        for row in range(len(held)):
             one = slice(row, row + 1)
-            of_tensors = (each[one].split(self._chunks, 1) for each in of_chunks)
-            for numbers, *of_tensor in zip(self._numbers(held[one]), *of_tensors):
-                exact.add(*of_tensor, bits[one], numbers)
-
-    def _whole_parts(self, payloads: Tensor, differences: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give the bytes of each tensor that is sent as it is, in rows of payloads and in those of differences."""
-        at = 0
-        for i in self._whole:
-            size = self._sizes[i]
-            yield payloads[:, self._places[i] : self._places[i] + size], differences[:, at : at + size]
-            at += size
-
-    def _numbers(self, rows: Tensor) -> list[Tensor]:
-        """[rows, numel] of each coded tensor."""
-        numbers, size = rows.view(self._dtype), self._dtype.itemsize
-        firsts = [self._places[i] // size for i in self._coded]
-        return [numbers[:, first : first + numel] for first, numel in zip(firsts, self._numels)]
+            of_tensors = headers[one].split(self._chunks, 1), ends[one].split(self._chunks, 1)
+            for part, *of_tensor in zip(self._parts, *of_tensors) if row != own else ():
+                exact.add(*of_tensor, bits[one], numbers[one, part])
 
 
 class HoldsRows(Protocol):
@@ -203,6 +193,7 @@ class Difference:
         self._own: Rows | None = None
         self._brought: list[Rows] = []
         self._measured: Measured | None = None
+        self._row: Tensor | None = None  # this rank's payload, on a CPU from when it is measured until it is sent
 
     @property
     def is_on(self) -> bool:
@@ -226,7 +217,10 @@ class Difference:
     def measure(self) -> Tensor:
         """int64 [1]: bytes that this rank's payload of differences needs."""
         unit = self._unit
-        self._measured = self._own.measure(unit.own_payload(), unit.own_held_row(unit.secondary))
+        row = unit.own_payload()
+        self._measured = self._own.measure(row, unit.own_held_row(unit.secondary))
+        # A GPU makes it again as fast as it reads it, and kept until it is sent it would take as much as its weights.
+        self._row = row if row.device.type == "cpu" else None
         return self._measured.row_bytes
 
     def agree(self, sizes: list[int]) -> None:
@@ -251,12 +245,12 @@ class Difference:
 
         This rank's payload in `held` is the new one then.
         """
-        unit, row = self._unit, self._unit.own_payload()  # kept since it was measured, it would take as much as weights
+        unit, row = self._unit, self._unit.own_payload() if self._row is None else self._row
         if row.numel():  # a rank may own no whole tensor
             own = unit.own_held_row(held)
             self._own.encode(row, own, self._measured, unit.own_row_of_differences(brought, self.sizes))
             own.copy_(row)
-        self._measured = None
+        self._measured = self._row = None
         return unit.bring_differences(brought, self.sizes)
 
     def add(self, brought: Tensor, held: Tensor) -> None:
@@ -271,7 +265,7 @@ class Difference:
 
     def changed(self, by_step: bool) -> None:
         """The weights were written; `by_step`: by a step of the optimizer."""
-        self.sizes, self._measured = [], None
+        self.sizes, self._measured, self._row = [], None, None
         if not by_step:
             self.begun = False
 
