@@ -330,6 +330,19 @@ CASES = (
     Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
     Case("fp8-lm-zeropp", "features", "fp8-lm-zeropp", resume=True),
     *(
+        Case(
+            f"{recipe}, differences of codes",
+            "features",
+            recipe,
+            recipe,
+            fields={"weights": {"difference": "exact"}},
+            check=_sends_differences,
+            delays=True,
+            resume=True,
+        )
+        for recipe in ("zeropp", "fp8-lm-zeropp")
+    ),
+    *(
         Case(f"falls back, {recipe}", "features", recipe, fields=FALL_BACK, falls_back=True, resume=True, delays=True)
         for recipe in ("fp8-lm", "fp8-lm-zeropp", "zeropp-exact", "mxfp8")
     ),

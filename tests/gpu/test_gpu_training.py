@@ -50,6 +50,7 @@ def rows(tmp_path_factory):
         ("lossless block, 1 node", "stock-leaf"),
         ("lossless block, secondary", "stock-leaf"),
         ("lossless block, delays", "stock-leaf"),
+        ("lossless block, exact, delays", "stock-leaf"),
         ("stock, again", "stock"),
         ("lossless module, 2 nodes", "stock"),
         ("lossless module, 1 node", "stock"),

@@ -113,7 +113,7 @@ class WeightsConfig(_Section):
 
     Differences lose nothing: every rank computes with the weights of a gather without them, bit for bit. Each node adds
     them to its copy of the weights, of 16-bit numbers, INT8 or FP8 codes (`secondary.scope`). Under AdamW a bf16 weight
-    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 or FP8 code 0.06, 0.2 and 0.6.
+    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 code 0.06, 0.2 and 0.6.
     Whole weights cross at start, and when anything but a step wrote them; so do weights in fp32, and small ones that
     ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """

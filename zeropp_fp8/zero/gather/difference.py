@@ -131,10 +131,10 @@ class Rows:
             self._kernels.add_exact(brought, *places, ends, held, self._segments, self._dtype, own)
             return
         bits, numbers = exact.unpacked(brought[:, self._body_at :]), held.view(self._dtype)
-        for row in range(len(held)):
+        for row in sorted({*range(len(held))} - {own}):
             one = slice(row, row + 1)
             of_tensors = headers[one].split(self._chunks, 1), ends[one].split(self._chunks, 1)
-            for part, *of_tensor in zip(self._parts, *of_tensors) if row != own else ():
+            for part, *of_tensor in zip(self._parts, *of_tensors):
                 exact.add(*of_tensor, bits[one], numbers[one, part])
 
 
