@@ -32,6 +32,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_logreport(report):
+    """Show a failure when it happens: a run that is stopped from outside prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
+
+
 # Files that start first: with several workers a long one that comes last leaves the others idle.
 LONGEST = "any_model golden compile endings installed differences zero numerics operators fp8_lm casts rlhf "
 LONGEST += "examples numerics_watch conformance_kernels several_engines trainer_features breadth gathered backwards "

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
-from zeropp_fp8.formats.exact import MANTISSA
+from zeropp_fp8.formats.exact import MANTISSA, bits_of
 from zeropp_fp8.kernels.casts.round_trip import round_trip_kernel
 from zeropp_fp8.kernels.optimizer.squares import squares_kernel
 from zeropp_fp8.kernels.wire.dequantize import dequantize_kernel
@@ -31,6 +31,7 @@ from zeropp_fp8.kernels.wire.reduce import reduce_to_payload_kernel, reduce_to_t
 
 POINTERS = {
     **dict.fromkeys(("payload_ptr", "received_ptr", "codes_ptr", "residual_ptr", "held_ptr", "brought_ptr"), "*u8"),
+    "row_ptr": "*u8",
     **dict.fromkeys(("tensors_ptr", "segments_ptr", "segments_in_ptr", "segments_out_ptr"), "*i64"),
     **dict.fromkeys(("residual_segments_ptr", "counts_ptr"), "*i64"),
     **dict.fromkeys(("multipliers_ptr", "factors_ptr", "amax_ptr", "partial_ptr", "lookup_ptr"), "*fp32"),
@@ -140,10 +141,12 @@ def check_shared_code(capability, kernel, base, name, **constants):
         assert "ld.global.v2.b32" in code or "ld.global.v4.b32" in code
 
 
-def check_exact_code(capability, kernel, mantissa):
-    """Exact differences of numbers with so many bits of mantissa; one by one, as a tensor may end in any chunk."""
-    code = ptx_of(kernel, capability, "*i16", 4, {"MANTISSA": mantissa, "STARTS": 16})
+def check_exact_code(capability, kernel, dtype):
+    """Exact differences; the numbers of whole chunks are read 8 at a time."""
+    constants = {"BITS": bits_of(dtype), "MANTISSA": MANTISSA[dtype], "STARTS": 16}
+    code = ptx_of(kernel, capability, None, 1, constants)
     assert_nothing_spilled(code)
+    assert {8: "ld.global.v2.b32", 16: "ld.global.v4.b32"}[bits_of(dtype)] in code
 
 
 def _cases():
@@ -181,7 +184,7 @@ def _cases():
             yield code(round_trip_kernel, "*fp32", "mxfp6_e3m2", ALONG_COLUMNS=False)
             yield code(round_trip_kernel, "*fp32", "mxfp8_e5m2-floor", ALONG_ROWS=False)
             yield code(round_trip_kernel, "*bf16", "mxint8")
-            for case in product(EXACT, MANTISSA.values()):
+            for case in product(EXACT, MANTISSA):
                 yield capability, check_exact_code, case, {}
         for entry in ("nf4", "nf4-double", "int4-double", "int8-double", "fp8_e4m3-double"):
             yield capability, check_decoding_code, (entry,), {}

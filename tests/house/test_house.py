@@ -22,7 +22,7 @@ LINES = {
     "compute": 2093,
     "config": 1899,
     "doctor": 1386,
-    "formats": 2688,
+    "formats": 2707,
     "kernels": 5316,
     "numerics": 1167,
     "optim": 910,

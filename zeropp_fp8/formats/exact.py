@@ -18,6 +18,8 @@ bits of every number, if that is less. So no change is too large. kernels/wire/e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ TOP, COUNT, WIDTH, WORDS = range(4)
 PLACES = (0, 8, 18, 22)
 MASKS = (255, 1023, 15, 1023)
 _NO_NUMBER = 1 << 10  # the exponent of a number beyond the end of its tensor
+Parts = Sequence[slice]
+WHOLE = (slice(None),)
 
 
 def field(headers: Tensor, index: int) -> Tensor:
@@ -62,9 +66,13 @@ def _turned(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits) if dtype.is_floating_point else bits
 
 
-def make_headers(numbers: Tensor, held: Tensor) -> Tensor:
-    """int32 [rows, chunks] of numbers [rows, n] and what is held of them, of one dtype."""
-    difference, exponents = _difference(numbers, held), _exponents(held)
+def make_headers(numbers: Tensor, held: Tensor, parts: Parts = WHOLE) -> Tensor:
+    """int32 [rows, chunks] of numbers [rows, n] and what is held of them, of one dtype.
+
+    Args:
+        parts: the places of tensors in a row; chunks are of one tensor each.
+    """
+    difference, exponents = _difference(numbers, held, parts), _exponents(held, parts)
     lengths = _length(difference.abs())
     needed = torch.where(lengths > 1, exponents + lengths.clamp(max=MANTISSA[held.dtype]), 0).amax(-1)
     best = None
@@ -82,53 +90,60 @@ def make_headers(numbers: Tensor, held: Tensor) -> Tensor:
     return sum(each << place for each, place in zip(best, PLACES)).int().view(held.shape[0], -1)
 
 
-def encode(numbers: Tensor, held: Tensor, headers: Tensor, ends: Tensor, body: Tensor) -> None:
-    """Write the bodies of a tensor's chunks.
+def encode(numbers: Tensor, held: Tensor, headers: Tensor, ends: Tensor, parts: Parts = WHOLE) -> Tensor:
+    """The bodies of a row's chunks: int32 [rows, words], as many words as the longest row has.
 
     Args:
-        numbers, held, headers: as in `make_headers`.
+        numbers, held, headers, parts: as in `make_headers`.
         ends: int32 [rows, chunks], where each body ends, in words.
-        body: uint8 [rows, bits], a bit each; zeros, written.
     """
-    difference, exponents = _difference(numbers, held), _exponents(held)
+    difference, exponents = _difference(numbers, held, parts), _exponents(held, parts)
     top, count, width, low = _fields(headers)
     bits = near_bits(exponents, top, held.dtype)
     near = _near(difference, bits, held.dtype)
-    flat, starts = body.view(-1), _starts(headers, ends, body)
+    row_words = int(ends[:, -1].amax())
+    body, starts = _Bits(len(held) * row_words), _starts(headers, ends, row_words)
     near_at = starts + rest_bits(count, width)
-    _put(flat, near, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits)
+    body.put(near, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits)
     rest = difference - near
     chunk, place = rest.nonzero(as_tuple=True)
-    if not chunk.numel():
-        return
     index = ((rest != 0).cumsum(-1) - 1)[chunk, place]
-    flat[starts[chunk] + (place >> low[chunk]) + index] = 1
     rest, width, low = rest[chunk, place], width[chunk], low[chunk]
+    body.put(torch.ones_like(index), 1, starts[chunk] + (place >> low) + index)
     at = (starts + count + (CHUNK >> low_bits(count)))[chunk] + index * (low + width)
-    _put(flat, place & ((1 << low) - 1), low, at)
-    _put(flat, torch.where(rest > 0, rest - 1, rest), width, at + low)
+    body.put(place, low, at)
+    body.put(torch.where(rest > 0, rest - 1, rest), width, at + low)
+    return body.words().view(len(held), row_words)
 
 
-def add(headers: Tensor, ends: Tensor, body: Tensor, held: Tensor) -> None:
-    """Make `held` [rows, n] the numbers of which the headers and bodies were made; bits as in `encode`."""
-    exponents = _exponents(held)
+def add(headers: Tensor, ends: Tensor, body: Tensor, held: Tensor, parts: Parts = WHOLE) -> None:
+    """Make `held` [rows, n] the numbers of which the headers and bodies were made.
+
+    Args:
+        headers, ends, parts: as in `encode`; body: its result, or more words of each row.
+    """
+    exponents = _exponents(held, parts)
     top, count, width, low = _fields(headers)
     bits = near_bits(exponents, top, held.dtype)
-    flat, starts = body.view(-1), _starts(headers, ends, body)
+    body, starts = _Bits.of(body), _starts(headers, ends, body.shape[1])
     near_at = starts + rest_bits(count, width)
-    difference = _signed(_get(flat, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits), bits)
+    difference = _signed(body.get(bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits), bits)
     numel = (count + (CHUNK >> low)) * (count > 0)
     chunk = torch.arange(len(numel), device=held.device).repeat_interleave(numel)
     bit = torch.arange(len(chunk), device=held.device) - (numel.cumsum(0) - numel)[chunk]
-    is_set = flat[starts[chunk] + bit] != 0
+    is_set = body.get(1, starts[chunk] + bit) != 0
     chunk, bit = chunk[is_set], bit[is_set]
     index = torch.arange(len(chunk), device=held.device) - (count.cumsum(0) - count)[chunk]
     at = (starts + numel)[chunk] + index * (low + width)[chunk]
-    place = ((bit - index) << low[chunk]) + _get(flat, low[chunk], at)
-    rest = _signed(_get(flat, width[chunk], at + low[chunk]), width[chunk])
+    place = ((bit - index) << low[chunk]) + body.get(low[chunk], at)
+    rest = _signed(body.get(width[chunk], at + low[chunk]), width[chunk])
     difference[chunk, place] += torch.where(rest >= 0, rest + 1, rest)
-    numbers = from_order(in_order(held) + difference.view(held.shape[0], -1)[:, : held.shape[1]], held.dtype)
-    held.copy_(numbers)
+    difference, numbers, first = difference.view(len(held), -1), in_order(held), 0
+    for part in parts:
+        of_part = numbers[:, part]
+        of_part += difference[:, first : first + of_part.shape[1]]
+        first += of_part.shape[1] + -of_part.shape[1] % CHUNK
+    held.copy_(from_order(numbers, held.dtype))
 
 
 # -- what both sides work out -----------------------------------------------------------------------------------------
@@ -168,27 +183,28 @@ def _fields(headers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return top, count, width, low_bits(count).long()
 
 
-def _starts(headers: Tensor, ends: Tensor, body: Tensor) -> Tensor:
+def _starts(headers: Tensor, ends: Tensor, row_words: int) -> Tensor:
     """int64 [chunks]: the first bit of each body in all rows' bits, one after the other."""
-    rows = torch.arange(body.shape[0], device=body.device).unsqueeze(-1) * body.shape[1]
-    return (rows + WORD * (ends - field(headers, WORDS)).long()).view(-1)
+    rows = torch.arange(len(headers), device=headers.device).unsqueeze(-1) * row_words
+    return (WORD * (rows + ends - field(headers, WORDS)).long()).view(-1)
 
 
-def _in_chunks(values: Tensor, beyond: int) -> Tensor:
-    """[rows * chunks, CHUNK] of [rows, n]."""
-    missing = -values.shape[1] % CHUNK
-    return torch.nn.functional.pad(values, (0, missing), value=beyond).view(-1, CHUNK)
+def _in_chunks(values: Tensor, parts: Parts, beyond: int) -> Tensor:
+    """[rows * chunks, CHUNK] of the parts of [rows, n]."""
+    of_parts = [values[:, part] for part in parts]
+    padded = [torch.nn.functional.pad(each, (0, -each.shape[1] % CHUNK), value=beyond) for each in of_parts]
+    return torch.cat(padded, dim=1).view(-1, CHUNK)
 
 
-def _difference(numbers: Tensor, held: Tensor) -> Tensor:
+def _difference(numbers: Tensor, held: Tensor, parts: Parts) -> Tensor:
     wrapped = (in_order(numbers) - in_order(held)).to(_INTEGERS[held.dtype.itemsize])
-    return _in_chunks(wrapped.int(), 0)
+    return _in_chunks(wrapped.int(), parts, 0)
 
 
-def _exponents(held: Tensor) -> Tensor:
+def _exponents(held: Tensor, parts: Parts) -> Tensor:
     mantissa = MANTISSA[held.dtype]
     exponents = (_integers(held).int() >> mantissa) & ((1 << (bits_of(held.dtype) - 1 - mantissa)) - 1)
-    return _in_chunks(exponents, _NO_NUMBER)
+    return _in_chunks(exponents, parts, _NO_NUMBER)
 
 
 def _near(difference: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,33 +216,36 @@ def _near(difference: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
-def _put(flat: Tensor, values: Tensor, bits: Tensor, places: Tensor) -> None:
-    for bit in range(int(bits.amax())):
-        has = bits > bit
-        flat[places[has] + bit] = ((values[has] >> bit) & 1).to(torch.uint8)
-
-
-def _get(flat: Tensor, bits: Tensor, places: Tensor) -> Tensor:
-    """int64 values without a sign."""
-    values = torch.zeros_like(places)
-    for bit in range(int(bits.amax()) if bits.numel() else 0):
-        has = bits > bit
-        values[has] += flat[places[has] + bit].long() << bit
-    return values
-
-
 def _signed(values: Tensor, bits: Tensor) -> Tensor:
     """Values in two's complement, of so many bits."""
     half = 1 << (bits - 1).clamp(min=0)
     return torch.where(values >= half, values - 2 * half, values) * (bits > 0)
 
 
-def unpacked(packed: Tensor) -> Tensor:
-    """uint8 [rows, bits] of uint8 [rows, bytes]."""
-    return ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(1)
+class _Bits:
+    """Words of 32 bits, in which up to 16 bits may stand at any place; each in 64, so that one access has them."""
 
+    def __init__(self, count: int, device: torch.device | None = None) -> None:
+        self._wide = torch.zeros(count + 1, dtype=torch.int64, device=device)  # none of the bits may be at the end
 
-def packed(bits: Tensor) -> Tensor:
-    """The inverse of `unpacked`."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.unflatten(1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
+    @classmethod
+    def of(cls, words: Tensor) -> _Bits:
+        """Words to be read, int32: each with the next one above it."""
+        bits = cls(words.numel(), words.device)
+        bits._wide[:-1] = words.reshape(-1).long() & 0xFFFFFFFF
+        bits._wide[:-1] |= bits._wide[1:] << WORD
+        return bits
+
+    def put(self, values: Tensor, bits: Tensor | int, places: Tensor) -> None:
+        """Write the lowest bits of each value where nothing was written."""
+        shifted = (values.long() & ((1 << torch.as_tensor(bits)) - 1)) << (places & (WORD - 1))
+        self._wide.index_add_(0, (places // WORD).view(-1), shifted.view(-1))  # of bits apart, the sum is their union
+
+    def get(self, bits: Tensor | int, places: Tensor) -> Tensor:
+        """int64 values without a sign."""
+        return (self._wide[places // WORD] >> (places & (WORD - 1))) & ((1 << torch.as_tensor(bits)) - 1)
+
+    def words(self) -> Tensor:
+        """int32, of what was written."""
+        self._wide[1:] += self._wide[:-1] >> WORD
+        return self._wide[:-1].int()

@@ -95,7 +95,7 @@ class Rows:
             headers = self._kernels.make_headers(row, held, self._segments, self._dtype).unsqueeze(0)
         else:
             new, old = row.view(self._dtype), held.view(self._dtype)
-            headers = torch.cat([exact.make_headers(new[:, part], old[:, part]) for part in self._parts], dim=1)
+            headers = exact.make_headers(new, old, self._parts)
         ends = exact.ends_of(headers)
         words = ends[0, -1:].long() + bool(self._coded)  # kernels read two at once, also of the last
         return Measured(headers, ends, align_up(self._body_at + _WORD_BYTES * words))
@@ -113,10 +113,8 @@ class Rows:
             into = body[0].view(torch.int32)
             self._kernels.encode_exact(row, held, self._segments, self._dtype, headers, ends, into)
             return
-        bits, new, old = exact.unpacked(body), row.view(self._dtype), held.view(self._dtype)
-        for part, *of_tensor in zip(self._parts, headers.split(self._chunks, 1), ends.split(self._chunks, 1)):
-            exact.encode(new[:, part], old[:, part], *of_tensor, bits)
-        body.copy_(exact.packed(bits))
+        bodies = exact.encode(row.view(self._dtype), held.view(self._dtype), headers, ends, self._parts)
+        body.view(torch.int32)[:, : bodies.shape[1]] = bodies
 
     def add(self, brought: Tensor, held: Tensor, own: int | None = None) -> None:
         """Make uint8 `held` [rows, bytes] the senders' payloads, by `brought` [rows, row bytes]; row `own` is so."""
@@ -130,12 +128,11 @@ class Rows:
             places = self._headers_at, self._body_at
             self._kernels.add_exact(brought, *places, ends, held, self._segments, self._dtype, own)
             return
-        bits, numbers = exact.unpacked(brought[:, self._body_at :]), held.view(self._dtype)
-        for row in sorted({*range(len(held))} - {own}):
-            one = slice(row, row + 1)
-            of_tensors = headers[one].split(self._chunks, 1), ends[one].split(self._chunks, 1)
-            for part, *of_tensor in zip(self._parts, *of_tensors):
-                exact.add(*of_tensor, bits[one], numbers[one, part])
+        others = [row for row in range(len(held)) if row != own]
+        numbers, bodies = held.view(self._dtype)[others], brought[others, self._body_at :].view(torch.int32)
+        if others:
+            exact.add(headers[others], ends[others], bodies, numbers, self._parts)
+            held.view(self._dtype)[others] = numbers
 
 
 class HoldsRows(Protocol):
