@@ -137,12 +137,22 @@ def wrong_cast(*arguments):
 
 cast_tensor.cast_tensor = wrong_cast
 print("|".join(kernel_differences(CPU)))
+cast_tensor.cast_tensor, add = cast, kernels.add_exact
+
+def wrong_sum(brought, headers_at, body_at, ends, held, *others):
+    add(brought, headers_at, body_at, ends, held, *others)
+    held[0, 3] ^= 1
+
+kernels.add_exact = wrong_sum
+print("|".join(kernel_differences(CPU)))
 """
-    equal, encoded, cast = run(script, interpret=True).splitlines()
+    equal, encoded, cast, added = run(script, interpret=True).splitlines()
     assert equal == "0"
     expected = [f"kernel: {name}, encoded: 1 of" for name in FORMATS]
     assert [line.partition(" of")[0] + " of" for line in encoded.split("|")] == expected
     assert cast == "kernel: FP8, a scale per tensor: 1 of 35360 bytes differ from those of the torch code"
+    expected = [f"kernel: exact difference of {name}, added: 1 of" for name in ("bf16", "int8") for _ in range(2)]
+    assert [line[: len(start)] for line, start in zip(added.split("|"), expected, strict=True)] == expected
 
 
 def a_rank(**others):

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "config": set(),
     "plan": _READ_BY_ALL | {"outputs"},
     "outputs": set(),
-    "doctor": _MIDDLE | {"", "plugin", "plan", "outputs"},
+    "doctor": _MIDDLE | {"", "plugin", "zero", "plan", "outputs"},
 }
 PARTS = set(MAY_IMPORT) - {""}
 

@@ -375,6 +375,7 @@ def test_checkpointing_saves_activations_and_costs_time():
         (lambda: replace(NONE_KEPT, tokens=1000, sequence=300), "must be a multiple of sequence"),
         (lambda: replace(NONE_KEPT, kept_parameters=-1), "kept_parameters must be 0 or more"),
         (lambda: replace(NONE_KEPT, learning_rate=0), "learning_rate must be above 0"),
+        (lambda: replace(NONE_KEPT, steps=-1), "steps must be 0 or more and finite, got -1"),
         (lambda: Hardware(0, 4300, 400), "intra_gbs must be above 0"),
         (lambda: replace(H200, link_efficiency=1.2), "link_efficiency is a share"),
         (lambda: replace(H200, host_per_block_ms=-1), "host_per_block_ms must be 0 or more"),
@@ -524,6 +525,8 @@ def test_bits_of_differences():
     assert bits == sorted(bits) and bits[0] == bits[1] and bits[-1] == bits[-2]
     assert difference_bits(1e-5) == pytest.approx(0.75)
     assert difference_bits(10**-5.5) == pytest.approx(math.sqrt(0.2 * 0.75))
+    by_step = [difference_bits(1e-5, steps=steps) / 0.75 for steps in (0, 1, 9, 1000)]
+    assert by_step == sorted(by_step, reverse=True) and by_step[0] == pytest.approx(1.4) and 1 < by_step[-1] < 1.01
 
 
 def test_the_learning_rate_is_an_option(capsys):
@@ -533,6 +536,7 @@ def test_the_learning_rate_is_an_option(capsys):
         return found["job"]["learning_rate"], found["methods"][0]["inter_bytes"]
 
     assert sent() == sent("--lr", "1e-5") and sent("--lr", "1e-6") < sent() < sent("--lr", "2e-4")
+    assert sent() < sent("--steps", "5") < sent("--steps", "0")
 
 
 def test_the_tables_of_the_method():

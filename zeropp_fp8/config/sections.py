@@ -46,16 +46,18 @@ OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 
 
-def difference_bits(learning_rate: float, weight_format: str = "none") -> float:
+def difference_bits(learning_rate: float, weight_format: str = "none", steps: int | None = None) -> float:
     """About how many bits an exact difference takes under AdamW, of a bf16 weight or of its code; logarithms on lines.
 
     Args:
         weight_format: of `weights.format`.
+        steps: of AdamW so far, whose first ones move every weight by the whole rate; None: many.
     """
     bits = _DIFFERENCE_BITS if weight_format == "none" else _CODE_DIFFERENCE_BITS
     place = min(max(math.log10(learning_rate) + 7, 0), len(bits) - 1)
     low, high = bits[math.floor(place)], bits[math.ceil(place)]
-    return low * (high / low) ** (place % 1)
+    first = 0 if steps is None else 0.4 / (steps + 1)
+    return low * (high / low) ** (place % 1) * (1 + first)
 
 
 def _without_options(given: Any) -> Any:

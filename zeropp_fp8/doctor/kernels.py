@@ -9,7 +9,8 @@ from torch import Tensor
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.compute.casts import cast_blocks, cast_per_row, cast_per_tensor
-from zeropp_fp8.formats import make_format
+from zeropp_fp8.formats import UnquantizedFormat, make_format
+from zeropp_fp8.zero.gather.difference import Rows
 
 # One of each kind of codes and scales, as the recipes use them.
 FORMATS = {
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 def kernel_differences(device: torch.device) -> list[str]:
     """The faults of a device's kernels, a sentence each."""
-    return [*_of_formats(device), *_of_casts(device), *_of_gemms(device)]
+    return [*_of_formats(device), *_of_differences(device), *_of_casts(device), *_of_gemms(device)]
 
 
 def _values(numel: int, seed: int) -> Tensor:
@@ -40,6 +41,9 @@ def _values(numel: int, seed: int) -> Tensor:
 
 def _differing(name: str, actual: Tensor, expected: Tensor) -> Iterator[str]:
     actual, expected = actual.cpu().view(torch.uint8), expected.view(torch.uint8)
+    if actual.shape != expected.shape:
+        yield f"kernel: {name}: {actual.numel()} bytes, and {expected.numel()} by the torch code"
+        return
     count = int((actual != expected).sum())
     if count:
         yield f"kernel: {name}: {count} of {expected.numel()} bytes differ from those of the torch code"
@@ -64,6 +68,29 @@ def _of_formats(device: torch.device) -> Iterator[str]:
         (payload, decoded), (payload_there, decoded_there) = found
         yield from _differing(f"{name}, encoded", payload_there, payload)
         yield from _differing(f"{name}, decoded", decoded_there, decoded)
+
+
+def _of_differences(device: torch.device) -> Iterator[str]:
+    """The differences of payloads after a small update, and after a large one."""
+    before, update = _values(sum(NUMELS), seed=5), _values(sum(NUMELS), seed=6)
+    for name, wire_format in (
+        ("bf16", UnquantizedFormat(torch.bfloat16)),
+        ("int8", make_format("int8", block_size=256)),
+    ):
+        for change in (1e-4, 1.0):
+            held, row = (wire_format.encode_rows(each.view(1, -1)) for each in (before, before + change * update))
+            found: list[tuple[Tensor, Tensor]] = []
+            for where, with_kernels in ((CPU, False), (device, True)):
+                rows = Rows([wire_format], [before.numel()], where, use_kernels=with_kernels)
+                there, new = held.to(where, copy=True), row.to(where)
+                measured = rows.measure(new, there)
+                sent = torch.zeros(1, int(measured.row_bytes), dtype=torch.uint8, device=where)
+                rows.encode(new, there, measured, sent)
+                rows.add((found[0][0] if found else sent).to(where), there)
+                found.append((sent, there))
+            (sent, _), (sent_there, there) = found
+            yield from _differing(f"exact difference of {name}", sent_there, sent)
+            yield from _differing(f"exact difference of {name}, added", there, row)
 
 
 def _of_casts(device: torch.device) -> Iterator[str]:

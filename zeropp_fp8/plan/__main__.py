@@ -87,6 +87,9 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     kept = "parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8"
     job.add_argument("--kept", type=number(least=0), help=kept)
     job.add_argument("--lr", type=number(above=0), help="of AdamW, for exact differences; default 1e-5")
+    job.add_argument(
+        "--steps", type=whole(least=0), help="of AdamW so far, of which the first change more; default: many"
+    )
     job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     job.add_argument("--lora-rank", type=whole(), help="fine-tune adapters of this rank; everything else is frozen")
     job.add_argument("--lora-layers", type=whole(), help="linear layers of a block that have an adapter; default: all")
@@ -140,6 +143,7 @@ def job_of(arguments: argparse.Namespace, cluster: Cluster) -> Job:
         arguments.checkpointing,
         None if arguments.lora_rank is None else Lora(arguments.lora_rank, arguments.lora_layers),
         learning_rate=1e-5 if arguments.lr is None else arguments.lr,
+        steps=arguments.steps,
     )
 
 

@@ -191,7 +191,8 @@ class Job:
         lora: what is trained where it is not everything.
         copies: bytes that copies of codes may take on a GPU (`secondary.memory_gb`); no bound where not given.
         frozen: nothing is trained: the model only evaluates (a reference or reward model).
-        learning_rate: of AdamW; how many bits exact differences of weights take depends on it.
+        learning_rate, steps: of AdamW, and how many it has taken so far (None: many); how many bits exact differences
+            of weights take depends on both.
 
     Raises:
         PlanError: an impossible number; more adapted layers than a block has; adapters as large as what they adapt.
@@ -208,6 +209,7 @@ class Job:
     copies: float | None = None
     frozen: bool = False
     learning_rate: float = 1e-5
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         require_whole(tokens=self.tokens, micro_batches=self.micro_batches)
@@ -216,7 +218,7 @@ class Job:
             require_whole(sequence=self.sequence)
             if self.tokens % self.sequence:
                 raise PlanError(f"tokens ({self.tokens}) must be a multiple of sequence ({self.sequence})")
-        require_at_least_zero(kept_parameters=self.kept_parameters, copies=self.copies or 0)
+        require_at_least_zero(kept_parameters=self.kept_parameters, copies=self.copies or 0, steps=self.steps or 0)
         if self.lora is not None:
             self._check_lora(self.lora)
 

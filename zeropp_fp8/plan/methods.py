@@ -180,7 +180,8 @@ class Method:
 
     def difference_bytes(self, job: Job) -> float:
         """Bytes of an exact difference, per parameter."""
-        return difference_bits(job.learning_rate, "none" if self.weight_bytes == BYTES_16BIT else "int8") / 8
+        weight_format = "none" if self.weight_bytes == BYTES_16BIT else "int8"
+        return difference_bits(job.learning_rate, weight_format, job.steps) / 8
 
     def gathers(self, job: Job) -> int:
         """Gathers of one pass."""
