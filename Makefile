@@ -27,6 +27,7 @@ help:
 	@echo "make test-compat   parity with stock on the oldest DeepSpeed and torch, and on the newest; in runs/compat.json"
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
 	@echo "                SUITE=accelerate UPSTREAM=/path/to/accelerate   and transformers or trl: those libraries' tests"
+	@echo "                SUITE=vllm UPSTREAM=/path/to/an/unpacked/wheel   weights handed to vLLM's own engines"
 	@echo "make bench QUESTION=kernels   measure; the questions are the files of benchmarks/; results in runs/"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
@@ -75,10 +76,16 @@ test-compat: $(VENV)/.test
 
 # Nothing is fetched but what the tests need of pytest: before 8.4, where DeepSpeed's fixtures still are fixtures. It goes
 # to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...
+ifeq ($(SUITE),vllm)
+test-upstream: $(VENV)/.test
+	@test -n "$(UPSTREAM)" || { echo "say where a wheel of vLLM is unpacked: see tests/upstream/test_vllm.py"; exit 2; }
+	UPSTREAM_VLLM="$(abspath $(UPSTREAM))" $(BIN)/python -m pytest tests/upstream/test_vllm.py
+else
 test-upstream: $(VENV)/.upstream
 	@test -n "$(UPSTREAM)" || { echo "say where $(SUITE) is checked out: make test-upstream UPSTREAM=/path"; exit 2; }
 	PYTHONPATH=$(CURDIR)/$(VENV)/upstream PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/upstream/run_upstream.py \
 		--suite $(SUITE) --upstream "$(UPSTREAM)" --recipes $(RECIPES) --out runs/upstream/$(SUITE) $(UPSTREAM_ARGS)
+endif
 
 # On GPUs, else small on the CPU. Two nodes are network namespaces: as root.
 bench: $(VENV)/.bench

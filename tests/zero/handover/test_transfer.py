@@ -2,10 +2,10 @@
 
 import sys
 import types
-from dataclasses import dataclass
 
 import pytest
 import torch
+import vllm_shape
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,8 +47,10 @@ def test_buckets_and_what_is_received_of_them(tensors, limit):
 class Source:
     """A source of two tensors that are not those it declares, if told so."""
 
+    has_adapters = False
+
     def __init__(self, wrong=None):
-        self.wrong, self.forgotten, self.ended = wrong, 0, 0
+        self.wrong, self.forgotten, self.ended, self.all_is_due = wrong, 0, 0, True
 
     def metadata(self):
         return [ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (3,))]
@@ -62,9 +64,11 @@ class Source:
         if self.wrong == "too many":
             yield "c", torch.ones(1)
         self.ended += 1
+        self.all_is_due = False
 
     def forget(self):
         self.forgotten += 1
+        self.all_is_due = True
 
     def agree(self):
         """It is one rank."""
@@ -131,74 +135,46 @@ def test_an_engine_that_cannot_be_joined():
 
 def test_without_vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"needs vLLM 0.29 or newer .*`pip install 'vllm>=0.29'`, or send with zerop"):
+    with pytest.raises(ImportError, match=r"needs vLLM 0.33 or newer .*`pip install 'vllm>=0.33'`, or send with zerop"):
         vllm_transfer(Source(), None, None)
-
-
-def test_an_older_vllm(monkeypatch):
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    with pytest.raises(ImportError, match=r"has no attribute 'WeightTransferTrainerFactory'.*pip install"):
-        vllm_transfer(Source(), None, None)
-
-
-class Engine:
-    """A trainer engine as vLLM documents one: it asks for metadata and iterates the source, at each `send_weights`."""
-
-    def __init__(self, source):
-        self.source, self.sent, self.failing = source, [], None
-
-    def send_weights(self):
-        if self.failing == "start":
-            raise OSError("connection refused")
-        self.sent.append((self.source.metadata(), [name for name, _ in self.source]))
-        if self.failing == "finish":
-            raise OSError("connection reset")
-
-    def shutdown(self):
-        self.source = None
 
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """vLLM's names, with classes like its own."""
-
-    class WeightSource:
-        pass
-
-    @dataclass(frozen=True)
-    class Meta:
-        name: str
-        dtype: torch.dtype
-        shape: tuple
-
-    class Factory:
-        @classmethod
-        def trainer_init(cls, init_info, *, client, source):
-            assert isinstance(source, WeightSource) and (init_info, client) == ("info", "client")
-            return Engine(source)
-
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+    """vLLM's names, with classes of the shape of its own."""
+    for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    module = sys.modules["vllm.distributed.weight_transfer"]
-    module.WeightSource, module.ParamMeta, module.WeightTransferTrainerFactory = WeightSource, Meta, Factory
-    return module
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", vllm_shape)
+    return vllm_shape
 
 
 def test_with_classes_like_those_of_vllm(vllm):
-    """The factory gets one of vLLM's sources, with vLLM's own metadata, that can be iterated at each hand-over."""
+    """The factory gets one of vLLM's sources, with vLLM's own metadata, and all of its weights at each hand-over."""
     source = Source()
     transfer = vllm_transfer(source, "info", "client")
-    assert source.forgotten == 1
     for _ in range(2):
+        forgotten = source.forgotten
         transfer.send_weights()
+        assert source.forgotten > forgotten, "all is due"
     declared = [vllm.ParamMeta("a", torch.float32, (2,)), vllm.ParamMeta("b", torch.float32, (3,))]
     assert transfer.engine.sent == [(declared, ["a", "b"])] * 2
-    source.metadata = lambda: []
-    transfer.send_weights()  # nothing is due
-    assert len(transfer.engine.sent) == 2
+    assert transfer.engine.source.metadata is transfer.engine.source.metadata
     transfer.shutdown()
     assert transfer.engine.source is None
+
+
+def test_adapters_apart_are_not_for_vllm(vllm):
+    source = Source()
+    source.has_adapters = True
+    with pytest.raises(ValueError, match=r'takes no adapters this way: use WeightSource\(..., weights="merged"\)'):
+        vllm_transfer(source, "info", "client")
+
+
+def test_an_older_vllm(vllm, monkeypatch):
+    """Its sources were iterated themselves."""
+    monkeypatch.delattr(vllm.WeightSource, "iter_full")
+    with pytest.raises(ImportError, match=r"needs vLLM 0.33 or newer .*no attribute 'iter_full'; install it with `pip"):
+        vllm_transfer(Source(), None, None)
 
 
 @pytest.mark.parametrize("failing, error", [("start", "refused"), ("finish", "reset")])
@@ -209,4 +185,4 @@ def test_vllm_that_fails(vllm, failing, error):
     transfer.engine.failing = failing
     with pytest.raises(RuntimeError, match=f"send_weights failed on rank 0: OSError: connection {error}"):
         transfer.send_weights()
-    assert source.ended == 1 and source.forgotten == 2
+    assert source.ended == 1 and source.all_is_due

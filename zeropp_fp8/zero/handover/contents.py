@@ -58,13 +58,13 @@ class Contents:
     def __init__(
         self, module: nn.Module, model: nn.Module, kinds: tuple[str, ...], float8: Float8Weights | None
     ) -> None:
-        self._module, self._model, self._kinds = module, model, kinds
+        self._module, self._model, self.kinds = module, model, kinds
         self._float8 = float8
         self._blocks = find_blocks(model)  # PEFT's wrapper has the same
 
     def but(self, known: Mapping[str, tuple]) -> Iterator[Group]:
         """All but the pieces that are made of what `known` says of them."""
-        for kind in self._kinds:
+        for kind in self.kinds:
             yield from self._adapter(known) if kind == "adapters" else self._of_model(kind == "base", known)
 
     def _made_of(self, parts: list[Part], params: list[Parameter]) -> tuple:

@@ -107,6 +107,11 @@ class WeightSource:
             raise ValueError(f'{NAME}: only with format="fp8" there is a quantization_config')
         return self._float8.quantization_config()
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are handed over apart from the model."""
+        return "adapters" in self._contents.kinds
+
     def forget(self) -> None:
         """Take nothing for handed over: all is due again. On every rank, or followed by `agree`."""
         self._handed_over.clear()

@@ -1,0 +1,105 @@
+"""Hand-overs on ranks to vLLM's own worker engine, which rank 0 has in another thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import handover_jobs
+import torch
+import torch.distributed as dist
+from models import full_weights, train
+from ranks import attempt
+from vllm_stubs import Wire, install, joined
+
+from zeropp_fp8.handover import WeightSource, vllm_transfer
+
+
+class Model:
+    """An inference model that loads weights by the names of the checkpoint, in place."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, named) -> set[str]:
+        for name, tensor in named:
+            if name in self.weights:
+                self.weights[name].copy_(tensor)
+            else:
+                self.weights[name] = tensor.clone()
+        return set(self.weights)
+
+
+class Client:
+    """vLLM's four calls, answered by a worker engine of vLLM's; one of them may fail."""
+
+    def __init__(self, worker, model: Model) -> None:
+        self.worker, self.model, self.calls, self.failing = worker, model, [], None
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.failing:
+            raise OSError(f"{name} is not to be had")
+
+    def init_weight_transfer_engine(self, init_info) -> None:
+        self._called("init")
+        self.worker.init_transfer_engine(self.worker.parse_init_info(init_info))
+
+    def start_weight_update(self) -> None:
+        self._called("start")
+        self.worker.start_weight_update()
+
+    def update_weights(self, update_info) -> None:
+        self._called("update")
+        self.worker.receive_weights(self.worker.parse_update_info(update_info))
+
+    def finish_weight_update(self, weight_version=None) -> None:
+        self._called("finish")
+        self.worker.finish_weight_update()
+
+
+def worker_of(model: Model, backend: str):
+    """vLLM's worker engine, from its factory."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    return WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend=backend), config, torch.device("cpu"), model
+    )
+
+
+def equal(model: Model, engine) -> bool:
+    """Whether the inference model has every bit of the training weights; True on ranks without one."""
+    weights = full_weights(engine.module)
+    if dist.get_rank():
+        return True
+    return model.weights.keys() == weights.keys() and all(
+        torch.equal(model.weights[name].float(), weight) for name, weight in weights.items()
+    )
+
+
+def to_vllm(wheel: str) -> dict:
+    """Two hand-overs, a failing one, and one after it; `equal` after those that succeed."""
+    install(Path(wheel))
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    engine, model, wire = handover_jobs.engine_of("zeropp", dtype="bf16"), Model(), Wire()
+    client = Client(worker_of(model, "nccl"), model)
+    with joined(wire):
+        init_info = NCCLTrainerInitInfo("127.0.0.1", 1, 2, packed=False, rank=dist.get_rank())
+        transfer = vllm_transfer(WeightSource(engine), init_info, client)
+        found = {"adapters": attempt(lambda: vllm_transfer(SimpleNamespace(has_adapters=True), init_info, client))}
+        for name in ("first", "stepped"):
+            transfer.send_weights()
+            found[name] = equal(model, engine)
+            train(engine, 1)
+        client.failing = "finish"
+        found["failing"] = attempt(transfer.send_weights)
+        client.failing = None
+        transfer.send_weights()
+        found["then"] = equal(model, engine)
+        found["calls"], found["sent"] = client.calls, wire.sent_bytes
+        transfer.shutdown()
+    engine.destroy()
+    return found
