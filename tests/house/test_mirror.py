@@ -87,5 +87,7 @@ def test_what_tests_import_is_there():
         beside = {each.stem for each in path.parent.glob("*.py")}
         for name in modules_imported(path):
             first = name.partition(".")[0]
+            if first == "vllm" and path.parent.name == "upstream":
+                continue  # of an unpacked wheel
             found = ours | beside if first not in ("zeropp_fp8", "tests", "benchmarks", "examples") else set()
             assert first in found or importlib.util.find_spec(name), f"{path.relative_to(ROOT)} imports {name}"

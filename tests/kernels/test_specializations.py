@@ -11,7 +11,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.formats import SharedScaleFormat, make_format
+from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, make_format
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.formats.exact import CHUNK
 from zeropp_fp8.formats.scale_table import SharedScales
@@ -80,12 +80,14 @@ def test_scales_that_lie_anywhere_in_a_table(compiled):
 def test_exact_differences_of_any_size(compiled):
     """Of units of any number of chunks, in rows of any size: how long they are changes from step to step."""
     for count, numel, words in itertools.product(UNITS, (1000, NUMEL), (0, 4, 100)):
-        coder, tensors = Rows([numel] * count, [torch.bfloat16] * count, CPU, use_kernels=True), tensors_of(count)
-        held = torch.zeros(RANKS, 2 * count * NUMEL, dtype=torch.uint8)
-        coder.measure([tensor[:numel] for tensor in tensors], held[:1])
+        wire_format = UnquantizedFormat(torch.bfloat16)
+        rows = Rows([wire_format] * count, [numel] * count, CPU, use_kernels=True)
+        held = torch.zeros(RANKS, count * wire_format.payload_bytes(numel), dtype=torch.uint8)
+        rows.measure(held[1:], held[:1])
         headers = torch.zeros(1, count * -(-numel // CHUNK), dtype=torch.int32)
         brought = torch.zeros(RANKS, align_up(4 * headers.numel()) + 4 * words, dtype=torch.uint8)
         measured = Measured(headers, headers, torch.tensor([brought.shape[1]]))
-        coder.encode([tensor[:numel] for tensor in tensors], held[:1], measured, brought[:1])
-        coder.add(brought, held)
+        rows.encode(held[1:], held[:1], measured, brought[:1])
+        for own in (None, 0, 1):
+            rows.add(brought, held, own)
     assert number_of(compiled) == dict.fromkeys(("make_headers_kernel", "encode_exact_kernel", "add_exact_kernel"), 1)
