@@ -18,6 +18,7 @@ counted.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from zeropp_fp8.plan.job import BYTES_16BIT, Job
@@ -78,6 +79,7 @@ def memory_for_copies(method: Method, job: Job, gpu_bytes: float) -> float:
     return max(0.0, (1 - MARGIN) * gpu_bytes - without.held)
 
 
+@functools.lru_cache
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     """The bytes of each part on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and
     as with this project, gradients come into being in the backward pass of the first micro-batch."""

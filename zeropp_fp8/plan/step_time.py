@@ -22,6 +22,7 @@ Not modelled: contention of NCCL kernels with computing, stragglers, network con
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from zeropp_fp8.plan.hardware import MICRO, Hardware
@@ -108,6 +109,7 @@ def _wire_seconds(traffic: Traffic, parts: dict[str, float]) -> float:
     return (max(links) if traffic.at_once else sum(links)) + parts[LATENCY]
 
 
+@functools.lru_cache
 def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     """Memory traffic of quantizing and dequantizing on one GPU, (forward, backward), bytes, in fused passes.
 
@@ -149,6 +151,7 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     return forward, backward
 
 
+@functools.lru_cache
 def cast_bytes(method: Method, job: Job) -> tuple[float, float]:
     """Memory traffic of casting what the blocks' linear layers multiply, (forward, backward), bytes; checkpointing adds
     the former to the latter.
@@ -253,11 +256,12 @@ def estimate(method: Method, job: Job, hardware: Hardware, copied: bool = False)
             f"{method.name}: {job.cluster.world_size} ranks cannot share {job.model.parameters:g} parameters; "
             f"give at least one parameter a rank"
         )
-    first = _forward(method, job, hardware, first=not copied)
-    later = _forward(method, job, hardware, first=False)
-    earlier, last = (_backward(method, job, hardware, last=last) for last in (False, True))
-    optimizer = optimizer_seconds(method, job, hardware)
     repeats = job.micro_batches
+    first, last = _forward(method, job, hardware, first=not copied), _backward(method, job, hardware, last=True)
+    later, earlier = first, last  # in a step of one micro-batch they are not there
+    if repeats > 1:
+        later, earlier = _forward(method, job, hardware, first=False), _backward(method, job, hardware, last=False)
+    optimizer = optimizer_seconds(method, job, hardware)
     forward_s = first.seconds + (repeats - 1) * later.seconds
     backward_s = (repeats - 1) * earlier.seconds + last.seconds
 
