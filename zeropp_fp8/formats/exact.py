@@ -102,7 +102,7 @@ def encode(numbers: Tensor, held: Tensor, headers: Tensor, ends: Tensor, parts: 
     bits = near_bits(exponents, top, held.dtype)
     near = _near(difference, bits, held.dtype)
     row_words = int(ends[:, -1].amax())
-    body, starts = _Bits(len(held) * row_words), _starts(headers, ends, row_words)
+    body, starts = _Bits(len(held) * row_words, held.device), _starts(headers, ends, row_words)
     near_at = starts + rest_bits(count, width)
     body.put(near, bits, near_at.unsqueeze(-1) + bits.cumsum(-1) - bits)
     rest = difference - near
@@ -225,7 +225,7 @@ def _signed(values: Tensor, bits: Tensor) -> Tensor:
 class _Bits:
     """Words of 32 bits, in which up to 16 bits may stand at any place; each in 64, so that one access has them."""
 
-    def __init__(self, count: int, device: torch.device | None = None) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         self._wide = torch.zeros(count + 1, dtype=torch.int64, device=device)  # none of the bits may be at the end
 
     @classmethod
@@ -238,12 +238,12 @@ class _Bits:
 
     def put(self, values: Tensor, bits: Tensor | int, places: Tensor) -> None:
         """Write the lowest bits of each value where nothing was written."""
-        shifted = (values.long() & ((1 << torch.as_tensor(bits)) - 1)) << (places & (WORD - 1))
+        shifted = (values.long() & ((1 << bits) - 1)) << (places & (WORD - 1))
         self._wide.index_add_(0, (places // WORD).view(-1), shifted.view(-1))  # of bits apart, the sum is their union
 
     def get(self, bits: Tensor | int, places: Tensor) -> Tensor:
         """int64 values without a sign."""
-        return (self._wide[places // WORD] >> (places & (WORD - 1))) & ((1 << torch.as_tensor(bits)) - 1)
+        return (self._wide[places // WORD] >> (places & (WORD - 1))) & ((1 << bits) - 1)
 
     def words(self) -> Tensor:
         """int32, of what was written."""
