@@ -51,6 +51,8 @@ def upstream(tmp_path):
     folder = tmp_path / "DeepSpeed" / "tests" / "unit"
     folder.mkdir(parents=True)
     (folder / "test_some.py").write_text(TESTS)
+    # As DeepSpeed has one: without it pytest takes the settings of any folder above, also those of others in /tmp.
+    (folder.parent / "pytest.ini").write_text("[pytest]\n")
     return tmp_path / "DeepSpeed"
 
 
