@@ -1,5 +1,6 @@
 """Test-wide settings: CPU accelerator, one thread. What tests import beside packages is on setup.cfg's pythonpath."""
 
+import datetime
 import gc
 import os
 
@@ -13,6 +14,8 @@ os.environ.pop("ZEROPP_FP8_RECIPE", None)  # it would make another thing of ever
 
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.thinning import FULL, PART_VARIABLE, part_of
 
 # How long an example takes, or how fast examples are made, tells of the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +35,31 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_configure(config):
+    """Let a run of everything take one of two parts, in turns by the day; processes of workers inherit which."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not FULL:
+        os.environ.setdefault(PART_VARIABLE, str(datetime.datetime.now(datetime.timezone.utc).toordinal() % 2))
+
+
+def pytest_report_header():
+    if PART_VARIABLE in os.environ:
+        part = f"of tests/system, part {os.environ[PART_VARIABLE]} of 0 and 1 ({PART_VARIABLE})"
+        return f"{part}; ZEROPP_FP8_TEST_FULL=1 runs both, and whole products"
+    return None
+
+
+def _choose_part(config, items):
+    """Leave out the other part of tests/system."""
+    system = config.rootpath / "tests" / "system"
+    functions = [
+        (item.path, item.originalname) if item.path.is_relative_to(system) and hasattr(item, "callspec") else None
+        for item in items
+    ]
+    kept = part_of(functions, int(os.environ[PART_VARIABLE]))
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept) if not keep])
+    items[:] = [item for item, keep in zip(items, kept) if keep]
+
+
 def pytest_runtest_logreport(report):
     """Show a failure when it happens: a run that is stopped from outside prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
@@ -46,7 +74,9 @@ LONGEST += (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if PART_VARIABLE in os.environ:
+        _choose_part(config, items)
     place = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if torch.cuda.is_available():

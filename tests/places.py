@@ -6,7 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 SYSTEM = TESTS / "system"
-WITH_RANKS = (TESTS / "comm", SYSTEM, *sorted(path for path in SYSTEM.iterdir() if path.is_dir()))  # of *_jobs.py
+WITH_RANKS = (
+    TESTS / "comm",
+    SYSTEM,
+    *sorted(p for p in SYSTEM.iterdir() if p.is_dir() and p.name[0] != "_"),
+)  # of *_jobs.py
 FOLDERS = (ROOT, TESTS, TESTS / "formats", *WITH_RANKS)
 
 

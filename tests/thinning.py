@@ -1,17 +1,36 @@
 """Products of parameters: each value of each on a CPU, the whole product where there is a GPU.
 
-ZEROPP_FP8_TEST_FULL=1 asks for whole products anywhere.
+And all tests in two parts: tests/system takes two thirds of the time, and functions of three cases and more two thirds
+of that. ZEROPP_FP8_TEST_FULL=1 asks for whole products anywhere, and for both parts.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 
 FULL = os.environ.get("ZEROPP_FP8_TEST_FULL") == "1" or torch.cuda.is_available()
+
+
+PART_VARIABLE = "ZEROPP_FP8_TEST_PART"
+FEWEST = 3  # cases of a function of which a run takes every other one
+
+
+def part_of(functions: list, part: int) -> list[bool]:
+    """Whether each case belongs to part 0 or 1 of a run in two parts, by the function that it is a case of.
+
+    Both parts have the functions of few cases whole, and every other case of the others; None is in both as well.
+    """
+    counts, places = Counter(functions), Counter()
+    kept = []
+    for function in functions:
+        kept.append(function is None or counts[function] < FEWEST or places[function] % 2 == part)
+        places[function] += 1
+    return kept
 
 
 def latin_square(first: Iterable, second: Iterable, third: Iterable) -> list[tuple]:

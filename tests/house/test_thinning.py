@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 from random_cases import covering, draw
-from thinning import latin_square, thinned
+from thinning import latin_square, part_of, thinned
 
 from conftest import LONGEST
 from tests.places import ROOT
@@ -53,3 +53,11 @@ def test_files_that_start_first_are_there():
         path.stem for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("**/test_*.py")
     }
     assert {f"test_{name}" for name in LONGEST.split()} <= there
+
+
+def test_both_parts_have_everything():
+    functions = ["long"] * 5 + ["short"] * 2 + [None] * 4 + ["long"]
+    first, second = (part_of(functions, part) for part in (0, 1))
+    for function, in_first, in_second in zip(functions, first, second):
+        assert in_first != in_second if function == "long" else in_first and in_second
+    assert first[:5] == [True, False, True, False, True] and second[11]

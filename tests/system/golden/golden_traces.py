@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -60,11 +61,16 @@ def names() -> list[tuple[str, str]]:
     return traces
 
 
-def record() -> dict:
-    """All traces: {"arithmetic": hash, "torch": version, "traces": {"recipe, nodes": {"fresh": {...}, ...}}}."""
+def record(only: Sequence[str] = ()) -> dict:
+    """All traces, or `only` some.
+
+    {"arithmetic": hash, "torch": version, "traces": {"recipe, nodes": {"fresh": {...}, ...}}}
+    """
     torch.set_num_threads(1)
     traces = {}
     for recipe, nodes in names():
+        if only and f"{recipe}, {nodes}" not in only:
+            continue
         per_node = int(nodes[-1])
         ranks = run_ranks(_train_three_times, WORLD, per_node, recipe=recipe)
         traces[f"{recipe}, {nodes}"] = {run: _joined([rank[run] for rank in ranks]) for run in ranks[0]}
@@ -213,11 +219,12 @@ def _lines(recorded: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
+    parser.add_argument("traces", nargs="*", help='"recipe, nodes x ranks", only these; else all')
     args = parser.parse_args()
     if any(os.environ.get(key) != value for key, value in environment().items()):
-        command = [sys.executable, "-m", "tests.system.golden.golden_traces", "--out", str(args.out)]
+        command = [sys.executable, "-m", "tests.system.golden.golden_traces", "--out", str(args.out), *args.traces]
         raise SystemExit(subprocess.run(command, env=environment()).returncode)
-    args.out.write_text(_lines(record()))
+    args.out.write_text(_lines(record(args.traces)))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,18 @@ GOLDEN = json.loads(KEPT.read_text())
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """The traces of today; a test is skipped where plain torch computes other bits than where golden.json was made."""
+def recorded(request, tmp_path_factory):
+    """The traces of today that are asked for.
+
+    A test is skipped where plain torch computes other bits than where golden.json was made.
+    """
     found = torch.__version__.partition("+")[0]
     if found != GOLDEN["torch"]:
         pytest.skip(f"golden.json is of torch {GOLDEN['torch']}, and this is {found}")
     path = tmp_path_factory.mktemp("golden") / "traces.json"
     command = [sys.executable, "-m", "tests.system.golden.golden_traces", "--out", str(path)]
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    command += [item.callspec.params["trace"] for item in items]
     run = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert run.returncode == 0, run.stderr[-4000:]
     traces = json.loads(path.read_text())
