@@ -39,13 +39,8 @@ def pytest_configure(config):
     """Let a run of everything take one of two parts, in turns by the day; processes of workers inherit which."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not FULL:
         os.environ.setdefault(PART_VARIABLE, str(datetime.datetime.now(datetime.timezone.utc).toordinal() % 2))
-
-
-def pytest_report_header():
-    if PART_VARIABLE in os.environ:
-        part = f"of tests/system, part {os.environ[PART_VARIABLE]} of 0 and 1 ({PART_VARIABLE})"
-        return f"{part}; ZEROPP_FP8_TEST_FULL=1 runs both, and whole products"
-    return None
+        part = f"{PART_VARIABLE}={os.environ[PART_VARIABLE]}: of tests/system, one part of 0 and 1"
+        print(f"{part}; ZEROPP_FP8_TEST_FULL=1 runs both, and whole products", flush=True)
 
 
 def _choose_part(config, items):
