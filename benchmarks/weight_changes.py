@@ -4,7 +4,7 @@
     python -m benchmarks.weight_changes --size 100m --steps 600 --iterations 40 --out runs/weight_changes.json   (a GPU)
 
 Weights in 16 bits are rounded from fp32 masters, as under ZeRO-3. Before and after some steps the masters are rounded
-to bf16 and to fp16; what is counted of the differences, and the three codes, are those of harness/changes.py. Runs:
+to bf16 and to fp16; what is counted of the differences, and the codes, are those of harness/changes.py. Runs:
 
     adamw, lion, sgd       a Llama from nothing, on bytes of Python's standard library, up to --lr (Lion a fifth,
                            SGD with momentum 100 times as much), a warm-up and a cosine to a tenth

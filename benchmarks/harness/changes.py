@@ -1,7 +1,7 @@
 """Bits that a lossless code of 16-bit weights needs, where the weights before a step are known; and of gradients.
 
 A weight's difference is that of two integers in the order of the numbers (`exact.in_order`): units in the last place.
-Five codes, of blocks of 128 weights or less, the last two of 1024, so that a GPU finds a block's place by prefix sums:
+Six codes, of blocks of 128 weights or less, the last three of 1024, so that a GPU finds a block's place by prefix sums:
 
     bitmaps   a bit for each 32 weights; where one has changed, a bit for each weight; for each change 2 bits:
               +1, -1 or an escape; for each escape 16 bits
@@ -12,6 +12,7 @@ Five codes, of blocks of 128 weights or less, the last two of 1024, so that a GP
               sent as in `bitmaps` or as in `places`, which a bit says
     exact     what the package sends (formats/exact.py), with its headers
     int8      what it sends of the INT8 codes that `zeropp` makes of the weights, scales and headers included
+    fp8       the same of E4M3 codes with a scale per tensor, a power of two, as FP8-LM has them
 
 `entropy` is that of the differences, each by itself: the least that a code without memory needs. `given_exponent` is
 that of a code which knows the exponent, with 16 bits more for differences beyond 127.
@@ -31,7 +32,8 @@ from zeropp_fp8.formats import exact, make_format
 BLOCK, SMALL_BLOCK = 128, 32
 SYMBOL, ESCAPE = 2, 16  # bits of a change, and what an escape adds
 RAW = 16
-CODES = ("bitmaps", "places", "exponents", "exact", "int8")
+CODES = ("bitmaps", "places", "exponents", "exact", "int8", "fp8")
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8 = make_format("int8", block_size=256)
 EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 MOST = 127  # a larger difference counts as an escape where the exponent is known
@@ -78,7 +80,10 @@ class Count:
         changes = blocks_of(changed, BLOCK).sum(1)
         self._bits["places"] += (8 + torch.minimum(7 * changes + bitmap, BLOCK + bitmap).clamp(max=RAW * BLOCK)).sum()
         both = [each.view(1, -1) for each in (after, before)]
-        for code, pair in (("exact", both), ("int8", [INT8.encode_rows(each).view(torch.int8) for each in both])):
+        of_int8 = [INT8.encode_rows(each).view(torch.int8) for each in both]
+        scale = fp8_scale(before)
+        of_fp8 = [(scale * each.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn) for each in both]
+        for code, pair in (("exact", both), ("int8", of_int8), ("fp8", of_fp8)):
             headers = exact.make_headers(*pair)
             self._bits[code] += exact.WORD * (headers.numel() + exact.field(headers, exact.WORDS).long().sum())
         exponents = exponents_of(before).view(-1)
@@ -128,6 +133,11 @@ class Count:
         given = self._given.double().cpu()
         logarithms = torch.where(given > 0, (given / given.sum(1, keepdim=True)).log2(), 0.0)
         return (RAW * given[:, 0].sum() - (given * logarithms).sum()).item()
+
+
+def fp8_scale(weights: Tensor) -> Tensor:
+    """fp32 []: the largest power of two by which no weight leaves E4M3's range."""
+    return torch.exp2(torch.floor(torch.log2(FP8_MAX / weights.float().abs().amax().clamp(min=2**-100))))
 
 
 def exponents_of(weights: Tensor) -> Tensor:

@@ -90,7 +90,13 @@ def test_codes_against_those_by_hand(pairs, dtype):
     expected = by_hand((before.tolist(), changes.exponents_of(patterns).tolist()), new.tolist())
     int8 = make_format("int8", block_size=256)
     codes = [int8.encode_rows(each.view(1, -1)).view(torch.int8) for each in (after, patterns)]
-    for code, (late, early) in (("exact", (after.view(1, -1), patterns.view(1, -1))), ("int8", codes)):
+    scale = changes.fp8_scale(patterns)
+    of_fp8 = [(scale * each.float()).clamp(-448, 448).to(torch.float8_e4m3fn).view(1, -1) for each in (after, patterns)]
+    for code, (late, early) in (
+        ("exact", (after.view(1, -1), patterns.view(1, -1))),
+        ("int8", codes),
+        ("fp8", of_fp8),
+    ):
         words = exact.field(exact.make_headers(late, early), exact.WORDS)
         expected[code] = 32 * (words.numel() + words.sum().item())
     assert {code: round(found[code] * len(pairs)) for code in changes.CODES} == expected
@@ -110,6 +116,7 @@ def test_what_does_not_change_costs_a_bit_for_each_block():
         and found["exponents"] == 5 / 128
         and found["exact"] == 32 / 1024
         and found["places"] == 8 / 128
+        and found["fp8"] == 32 / 1024
         and found["int8"] == 2 * 32 / 1024  # a second chunk, for 4 scales of 2 bytes in 16
     )
 
@@ -169,3 +176,11 @@ def test_the_plan_goes_by_bits_near_the_kept_ones():
             continue  # codes change by up to twice as much then
         ratio = difference_bits(point["lr"], name, point["step"] - 1) / point["bf16"]["all"][code]
         assert 0.75 < ratio < 4 / 3, (point["lr"], code, ratio)
+
+
+def test_the_scale_of_fp8_codes():
+    """A power of two with which the largest weight is in the upper half of the range."""
+    for largest in (0.02, 3.0, 448.0, 1e4):
+        scale = changes.fp8_scale(torch.tensor([largest / 7, -largest])).item()
+        assert 224 < scale * largest <= 448 and scale == 2 ** round(torch.tensor(scale).log2().item())
+    assert torch.isfinite(changes.fp8_scale(torch.zeros(3)))
