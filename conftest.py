@@ -70,7 +70,7 @@ LONGEST += (
 
 
 def pytest_collection_modifyitems(config, items):
-    if PART_VARIABLE in os.environ:
+    if os.environ.get(PART_VARIABLE):
         _choose_part(config, items)
     place = {f"test_{name}": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))

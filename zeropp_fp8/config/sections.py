@@ -36,8 +36,11 @@ WIRE_FORMATS, BETWEEN_NODES_FORMATS, FROZEN_FORMATS = (
 _ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_WIRE not in uses}
 ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
 # At learning rates of 1e-7 to 1e-3, near benchmarks/results/weight_changes/cpu-1-local.json, whose largest is 6e-4.
-_DIFFERENCE_BITS = (0.07, 0.2, 0.75, 2.7, 5.5)
-_CODE_DIFFERENCE_BITS = (0.04, 0.06, 0.18, 0.62, 3)
+_DIFFERENCE_BITS = {
+    "none": (0.07, 0.2, 0.75, 2.7, 5.5),
+    "int8": (0.04, 0.06, 0.18, 0.62, 3),
+    "fp8_e4m3": (0.035, 0.065, 0.17, 0.55, 2.05),
+}
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
@@ -53,7 +56,7 @@ def difference_bits(learning_rate: float, weight_format: str = "none", steps: in
         weight_format: of `weights.format`.
         steps: of AdamW so far, whose first ones move every weight by the whole rate; None: many.
     """
-    bits = _DIFFERENCE_BITS if weight_format == "none" else _CODE_DIFFERENCE_BITS
+    bits = _DIFFERENCE_BITS[weight_format]
     place = min(max(math.log10(learning_rate) + 7, 0), len(bits) - 1)
     low, high = bits[math.floor(place)], bits[math.ceil(place)]
     first = 0 if steps is None else 0.4 / (steps + 1)
