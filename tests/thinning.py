@@ -1,7 +1,7 @@
 """Products of parameters: each value of each on a CPU, the whole product where there is a GPU.
 
-And all tests in two parts: tests/system takes two thirds of the time, and functions of three cases and more two thirds
-of that. ZEROPP_FP8_TEST_FULL=1 asks for whole products anywhere, and for both parts.
+And all tests in two parts, because cases of tests/system take most of the time. ZEROPP_FP8_TEST_FULL=1 asks for whole
+products anywhere, and for both parts.
 """
 
 from __future__ import annotations

@@ -97,10 +97,8 @@ def check(kind, numels, dtype, device, rows=2):
 
 
 def check_all(device):
-    """All kinds of changes in bf16, and of the others those that differ by dtype: an interpreter takes 2 s for each."""
     for dtype in exact.MANTISSA:
-        for kind in KINDS if dtype == torch.bfloat16 else (1e-5, 1.0, "any bits"):
+        for kind in KINDS:
             check(kind, SHAPES[2], dtype, device)
         for numels in SHAPES:
-            check(1e-5, numels, dtype, device)
-    check(1e-5, SHAPES[3], torch.bfloat16, device, rows=3)
+            check(1e-5, numels, dtype, device, rows=3)
