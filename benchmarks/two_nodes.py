@@ -14,7 +14,8 @@ it just before: a busy host may move less than the rate, and times are then of t
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
 Only where --runs names them:
     zeropp-exact             `zeropp` with weights that cross as exact differences, whose bytes depend on --lr
-    lossless-exact           `lossless` with these differences
+    lossless-exact, zeropp-difference, fp8-lm-zeropp-difference
+                             `lossless`, `zeropp` and `fp8-lm-zeropp` with differences of what they send
     fp8-lm, ...              ZeRO-3 with FP8 compute, gradients and states
     fsdp2-torchao            fully_shard of torchao's float8 training
     ...-compiled             with decoder layers compiled
@@ -277,7 +278,7 @@ def line(row: dict, first: dict) -> str:
 
     speed = first["step_ms"] / row["step_ms"] if first else None
     cells = (
-        f"{row['run']:<20}",
+        f"{row['run']:<34}",
         f"{number(row['step_ms']):>9}{number(row['min_ms']):>9}{number(row['max_ms']):>9}",
         f"{number(speed, 2):>8}",
         f"{number(row['tx_bytes_per_node_step'], 2, 1e6):>10}{number(row['ledger_bytes_per_node_step'], 2, 1e6):>10}",
@@ -290,9 +291,9 @@ def line(row: dict, first: dict) -> str:
 
 
 HEAD = (
-    f"{'':<20}{'median':>9}{'min':>9}{'max':>9}{'x first':>8}{'sent':>10}{'ledger':>10}{'floor':>9}{'x':>8}"
+    f"{'':<34}{'median':>9}{'min':>9}{'max':>9}{'x first':>8}{'sent':>10}{'ledger':>10}{'floor':>9}{'x':>8}"
     f"{'link':>8}{'timeouts':>9}{'peak':>7}  loss\n"
-    f"{'':<20}{'ms':>9}{'ms':>9}{'ms':>9}{'':>8}{'MB/node':>10}{'MB/node':>10}{'ms':>9}{'floor':>8}"
+    f"{'':<34}{'ms':>9}{'ms':>9}{'ms':>9}{'':>8}{'MB/node':>10}{'MB/node':>10}{'ms':>9}{'floor':>8}"
     f"{'Gbit/s':>8}{'of TCP':>9}{'GiB':>7}"
 )
 

@@ -8,7 +8,7 @@ None) and close().
     lossless, zeropp, ...    ZeRO-3 with this project's recipes (FP8 compute where the recipe says so)
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
-    lossless-exact           `lossless` with weights that cross as exact differences
+    lossless-exact, ...      with `"weights": {"difference": "exact"}`: `lossless`, `zeropp` and `fp8-lm-zeropp`
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
                              reduced over once per step
@@ -33,19 +33,20 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.zero3 import in_tree_zero
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
-DIFFERENCES = ("zeropp-exact", "lossless-exact")
+_AS_DIFFERENCES = {"weights": {"difference": "exact"}}
+BY_DIFFERENCE = {
+    "lossless-exact": {"recipe": "lossless", "secondary": {"scope": "node"}, **_AS_DIFFERENCES},
+    **{f"{recipe}-difference": {"recipe": recipe, **_AS_DIFFERENCES} for recipe in ("zeropp", "fp8-lm-zeropp")},
+}
+DIFFERENCES = ("zeropp-exact", *BY_DIFFERENCE)
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 # Gradients of each micro-batch cross between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
 ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
 RECIPES = ("lossless", *QUANTIZED, "zeropp-exact", "zeropp-pcie", *IN_FP8)
-COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in RECIPES}
-SECTIONS = {
-    **{recipe: {"recipe": recipe} for recipe in RECIPES},
-    "lossless-exact": {"recipe": "lossless", "weights": {"difference": "exact"}, "secondary": {"scope": "node"}},
-    **WORLD,
-    **COMPILED,
-}
+_EAGER = {recipe: {"recipe": recipe} for recipe in RECIPES} | BY_DIFFERENCE
+COMPILED = {f"{run}-compiled": {**section, "compile": "blocks"} for run, section in _EAGER.items()}
+SECTIONS = {**_EAGER, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
 FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
