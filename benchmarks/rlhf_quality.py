@@ -2,6 +2,7 @@
 
     python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json
     python -m benchmarks.rlhf_quality --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
+    python -m benchmarks.rlhf_quality --recipes stock,benchmarks/harness/lossless-exact.json,zeropp-exact --seeds 3
     python -m benchmarks.rlhf_quality --merge a.json b.json --out all.json
 
 Every run is examples/rlhf/pipeline.py from nothing: data, a random Llama (103 million parameters on a GPU, 0.12 million
@@ -57,7 +58,8 @@ def settings_of(args, folder: Path) -> Path:
 
 def run(recipe: str, seed: int, args, folder: Path, deadline: float) -> dict:
     """The row of a recipe and a seed."""
-    out = folder / f"{recipe}_{seed}"
+    name = Path(recipe).stem
+    out = folder / f"{name}_{seed}"
     out.mkdir()
     shared = ["--settings", str(settings_of(args, out)), "--recipe", recipe, "--seed", str(seed)]
     shared += ["--ranks", str(args.ranks), "--nodes", str(args.ranks), "--metric", METRIC]
@@ -65,7 +67,7 @@ def run(recipe: str, seed: int, args, folder: Path, deadline: float) -> dict:
     pipeline([*shared, "--stages", "sft", "reward", "ppo", "--out", str(out / "ppo")], out / "ppo.log", deadline)
     start = ["--model", str(out / "ppo" / "sft"), "--data", str(out / "ppo" / "data")]
     pipeline([*shared, *start, "--stages", "grpo", "--out", str(out / "grpo")], out / "grpo.log", deadline)
-    row = {"recipe": recipe, "seed": seed, "seconds": round(time.monotonic() - began, 1), "curves": {}}
+    row = {"recipe": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), "curves": {}}
     for stage in ("ppo", "grpo"):
         summary = json.loads((out / stage / "summary.json").read_text())
         row |= {name: summary[name][METRIC] for name in ("sft", stage)}
@@ -174,7 +176,7 @@ def finish(result: dict, args) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     accelerator, _ = device()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", default=f"{BF16},fp8-lm", help="files of ds_configs/ (default %(default)s)")
+    parser.add_argument("--recipes", default=f"{BF16},fp8-lm", help="of ds_configs/, or files (default %(default)s)")
     parser.add_argument("--seeds", type=whole(1), default=5, help="default %(default)s")
     parser.add_argument("--first-seed", type=generator_seed, default=0)
     parser.add_argument("--size", choices=SETTINGS, default="base" if accelerator == "cuda" else "tiny")
@@ -191,9 +193,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.recipes = args.recipes.split(",")
     args.bf16 = computes_in_bf16(accelerator)
-    unknown = [name for name in args.recipes if not (ROOT / "ds_configs" / f"{name}.json").exists()]
+    unknown = [name for name in args.recipes if not (ROOT / f"ds_configs/{name}.json").exists() | Path(name).is_file()]
     if unknown:
-        parser.error(f"there is no ds_configs/{unknown[0]}.json")
+        parser.error(f"there is no ds_configs/{unknown[0]}.json, and no file {unknown[0]}")
     if torch.cuda.device_count() and args.ranks > torch.cuda.device_count():
         parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
     return args
