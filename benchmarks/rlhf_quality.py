@@ -2,7 +2,7 @@
 
     python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json
     python -m benchmarks.rlhf_quality --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
-    python -m benchmarks.rlhf_quality --recipes stock,benchmarks/harness/lossless-exact.json,zeropp-exact --seeds 3
+    python -m benchmarks.rlhf_quality --recipes stock,benchmarks/harness/lossless-exact.json,zeropp-exact --seeds 3 --bf16
     python -m benchmarks.rlhf_quality --merge a.json b.json --out all.json
 
 Every run is examples/rlhf/pipeline.py from nothing: data, a random Llama (103 million parameters on a GPU, 0.12 million
@@ -50,6 +50,7 @@ def settings_of(args, folder: Path) -> Path:
     for stage in ("ppo", "grpo"):
         settings[stage] |= {"iterations": args.iterations, "eval_every": max(1, args.iterations // 4)}
         settings[stage]["rollout_batch"] //= args.ranks if args.size == "base" else 1
+    settings["ds_config"]["bf16"] = {"enabled": args.bf16}
     settings["ds_config"]["train_micro_batch_size_per_gpu"] //= args.ranks if args.size == "base" else 1
     path = folder / "settings.json"
     path.write_text(json.dumps(settings, indent=1))
@@ -181,6 +182,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first-seed", type=generator_seed, default=0)
     parser.add_argument("--size", choices=SETTINGS, default="base" if accelerator == "cuda" else "tiny")
     parser.add_argument("--ranks", type=whole(1), default=1 if accelerator == "cuda" else 2, help="of a run")
+    parser.add_argument("--bf16", action="store_true", help="also on a CPU where bf16 is slow, which takes fp32 else")
     parser.add_argument("--iterations", type=whole(1), default=40, help="of PPO, and of GRPO (default %(default)s)")
     parser.add_argument("--side-by-side", type=whole(1), default=1, help="runs at a time (default %(default)s)")
     parser.add_argument(
@@ -192,7 +194,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.recipes = args.recipes.split(",")
-    args.bf16 = computes_in_bf16(accelerator)
+    args.bf16 = args.bf16 or computes_in_bf16(accelerator)
     unknown = [name for name in args.recipes if not (ROOT / f"ds_configs/{name}.json").exists() | Path(name).is_file()]
     if unknown:
         parser.error(f"there is no ds_configs/{unknown[0]}.json, and no file {unknown[0]}")

@@ -49,6 +49,7 @@ RUNS = (*OPTIMIZERS, *TUNED, *PPO)
 BITS = ("entropy", "given_exponent", *CODES)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_ADAMW = {"adamw": 1.0, "lion": 0.2, "sgd": 100.0}  # learning rates, of AdamW's
+MANY = 10**7  # parameters, from which on PPO has its larger model, of 103 million
 PARTS = (0.02, 0.1, 0.25, 0.5, 0.75, 1.0)  # of a run, at whose ends a step is looked at; the first two always are
 
 
@@ -143,7 +144,7 @@ def train(run: str, args, device: torch.device) -> dict:
 
 def reinforce(run: str, args) -> dict:
     """A row: examples/rlhf/pipeline.py to one iteration of PPO, then that command for all, with its engines watched."""
-    settings = copy.deepcopy(SETTINGS["tiny" if SIZES[args.size].small else "base"])
+    settings = copy.deepcopy(SETTINGS["base" if SIZES[args.size].parameters > MANY else "tiny"])
     settings["ppo"] |= {"lr": float(run.partition("-")[2]), "iterations": 1, "eval_every": 1}
     # The launchers make groups of their own.
     without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -188,7 +189,8 @@ def compare(rows: list[dict]) -> list[dict]:
             for dtype in DTYPES:
                 found = [point[dtype]["all"] for point in later]
                 bits = {key: [min(f[key] for f in found), max(f[key] for f in found)] for key in ("changed", *BITS)}
-                lines.append({"run": row["run"], "engine": engine, "dtype": dtype, "lr": row["lr"], **bits})
+                lr = max(point["lr"] for point in own)
+                lines.append({"run": row["run"], "engine": engine, "dtype": dtype, "lr": lr, **bits})
     return lines
 
 

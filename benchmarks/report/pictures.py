@@ -10,6 +10,7 @@ from benchmarks.harness.results import RESULTS, finished_result, read_result
 from benchmarks.harness.seeds import TARGET_PERCENT
 from benchmarks.harness.wire_runs import ORDER, groups_of
 from benchmarks.report import wire
+from benchmarks.report.zero import HEADLINE
 
 NVLINK = "nvlink"  # the rate of one node
 OURS = ("lossless", "zeropp", "zeropp-4bit")
@@ -227,10 +228,7 @@ DRAWN = {
 }
 # What is kept: the picture, below benchmarks/results, its function, the results.
 KEPT = {
-    "two_nodes/h200-4": (
-        step_time,
-        ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit", "two_nodes/h200-4-nvlink"),
-    ),
+    "two_nodes/h200-4": (step_time, HEADLINE),
     "convergence/h200-1-local": (held_out, ("convergence/h200-1-local",)),
     "lora_quality/h200-1-local": (held_out, ("lora_quality/h200-1-local",)),
     "fp8_lm_convergence/h200-1-local": (held_out, ("fp8_lm_convergence/h200-1-local",)),

@@ -384,6 +384,7 @@ BLOCKS = {
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
     "over_nvlink": Block(over_nvlink, ("one_node/h200-2-nvlink", "one_node/h200-2-nvlink-4x2048")),
     "over_nvlink_again": Block(over_nvlink, ("one_node/h200-2-nvlink-again", "one_node/h200-2-nvlink-4x2048-again")),
+    "over_nvlink_third": Block(over_nvlink, ("one_node/h200-2-nvlink-third", "one_node/h200-2-nvlink-4x2048-third")),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
     "without_nvlink_says": Block(
         without_nvlink_says, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",), sourced=False

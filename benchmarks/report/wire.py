@@ -8,8 +8,10 @@ import statistics
 from benchmarks.harness import seeds
 from benchmarks.harness.changes import CODES
 from benchmarks.harness.results import RESULTS
+from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, ORDER, REFERENCES, groups_of
 from benchmarks.report.blocks import Block, paragraph, since, table
+from benchmarks.weight_changes import MANY, compare
 from benchmarks.weight_fidelity import RUNS
 from zeropp_fp8.config import difference_bits
 
@@ -175,21 +177,30 @@ def weight_fidelity_says(result: dict) -> str:
     )
 
 
-def weight_changes(result: dict) -> str:
-    """Bits of a weight's change in each code, the least and the most of steps after the first two, by run."""
+def weight_changes(*results: dict) -> str:
+    """Bits of a weight's change in each code, the least and the most of steps after the first two, by run.
+
+    Of larger models bf16 alone."""
     codes = {"entropy": "entropy", "given_exponent": "given the exponent"} | {code: f"`{code}`" for code in CODES}
-    rows = [
-        [line["run"] + (", critic" if line["engine"] else ""), line["dtype"], f"{line['lr']:g}"]
-        + [f"{100 * least:.1f} to {100 * most:.1f}" for least, most in (line["changed"],)]
-        + [f"{least:.2f} to {most:.2f}" for least, most in (line[code] for code in codes)]
-        for line in result["comparison"]
-    ]
-    return table(["bits", "", "largest rate", "changed, %", *codes.values()], rows)
+    rows = []
+    for result in results:
+        size = SIZES[result["settings"]["size"]]
+        for line in compare(result["rows"]):
+            if size.parameters < MANY or line["dtype"] == "bf16":
+                name = line["run"] + (", critic" if line["engine"] else "")
+                rows.append([f"{size.parameters / 1e6:.2g} M", name, line["dtype"], f"{line['lr']:g}"])
+                rows[-1] += [f"{100 * least:.1f} to {100 * most:.1f}" for least, most in (line["changed"],)]
+                rows[-1] += [f"{least:.2f} to {most:.2f}" for least, most in (line[code] for code in codes)]
+    return table(["bits", "", "", "largest rate", "changed, %", *codes.values()], rows)
 
 
 _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fidelity/cpu-1-local",)}
 BLOCKS = {
-    "weight_changes": Block(weight_changes, ("weight_changes/cpu-1-local",)),
+    "weight_changes": Block(
+        weight_changes,
+        tuple(f"weight_changes/{name}" for name in ("h200-1-local", "cpu-1-local")),
+        cut_short=("weight_changes/h200-1-local",),
+    ),
     "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),

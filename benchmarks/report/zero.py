@@ -11,16 +11,34 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.report.blocks import Block, bold, paragraph, since, table
 
 LABELS = {
-    "stock": "stock ZeRO-3",
-    "stock-leaf": "stock, decoder layers as z3 leaf modules",
-    "in-tree": "DeepSpeed's ZeRO++",
-    "in-tree-leaf": "DeepSpeed's ZeRO++, leaf modules",
-    "fsdp2": "FSDP2",
     "hsdp": "HSDP (FSDP2, a full copy in each node)",
-    "lossless": "**`lossless`**",
     "zeropp": "**`zeropp`**",
     "zeropp-4bit": "**`zeropp-4bit`**",
 }
+FOUR_GPUS = {
+    "stock-leaf": "stock ZeRO-3, decoder layers as z3 leaf modules",
+    "in-tree-leaf": "DeepSpeed's ZeRO++, decoder layers as z3 leaf modules",
+    "fsdp2": "FSDP2",
+    "hsdp": LABELS["hsdp"],
+    "lossless": "**`lossless`**",
+    "zeropp-exact": "**`zeropp-exact`**: only the changes of weights, without loss",
+    "zeropp": "**`zeropp`**: 8-bit weights, 8- and 4-bit gradients",
+    "zeropp-difference": "**`zeropp`**, only the changes of its codes",
+    "zeropp-4bit": "**`zeropp-4bit`**: 4-bit weights too",
+    "fp8-lm-zeropp": "**`fp8-lm-zeropp`**",
+    "fp8-lm-zeropp-difference": "**`fp8-lm-zeropp`**, only the changes of its codes",
+    "fp8-lm": "**`fp8-lm`**",
+}
+IN_README = (
+    "stock-leaf",
+    "in-tree-leaf",
+    "fsdp2",
+    "hsdp",
+    "zeropp-exact",
+    "zeropp",
+    "zeropp-difference",
+    "zeropp-4bit",
+)
 QUANTIZED = ("zeropp", "zeropp-4bit")
 
 
@@ -59,30 +77,68 @@ def by_rate(*results: dict) -> dict[tuple[str, object], dict]:
     return {(row["run"], row["gbit"]): row for result in results for row in result["rows"]}
 
 
+RATES = (25.0, 10.0, "nvlink")
+
+
+def times_of(found: dict[tuple[str, object], dict], run: str) -> list[str]:
+    """Milliseconds a step at each rate, with compiled decoder layers in brackets."""
+    cells = []
+    for rate in RATES:
+        times = [found.get((run + suffix, rate), {}).get("step_ms") for suffix in ("", "-compiled")]
+        eager, compiled = ("" if ms is None else f"{ms:.0f}" for ms in times)
+        cells.append(f"{eager} ({compiled})" if eager and compiled else eager or compiled)
+    return cells
+
+
 def step_time(*results: dict) -> str:
-    """Milliseconds a step of all runs at three rates, and how much faster the quantized ones are."""
-    found, rates = by_rate(*results), (25.0, 10.0, "nvlink")
+    """Milliseconds a step of all runs at three rates, bytes between nodes, memory."""
+    found, rows = by_rate(*results), []
+    for run, label in FOUR_GPUS.items():
+        row = found.get((run, 25.0)) or found[run, "nvlink"]
+        sent = [row.get(f"{count}_bytes_per_node_step") for count in ("ledger", "tx")]
+        counts = " / ".join(f"{count / 1e6:,.0f}" for count in sent if count is not None)
+        rows.append([label, *times_of(found, run), counts, f"{row['peak_gib']:.1f}"])
+    head = ["ms per step (compiled)", "25 Gbit/s", "10 Gbit/s", "one node, NVLink"]
+    return table([*head, "MB a node sends, by the ledger / by the interface", "peak GiB"], rows)
 
-    def cell(run: str, rate) -> str:
-        row = found.get((run, rate))
-        if row is None:
-            return ""
-        text = f"{row['step_ms']:.0f}"
-        if run in QUANTIZED:
-            text = bold(text) + (f" (floor {row['floor_ms']:.0f})" if rate != "nvlink" else "")
-        return text
 
-    rows = [[label, *(cell(run, rate) for rate in rates)] for run, label in LABELS.items()]
-    for run in QUANTIZED:
-        cells = []
-        for rate in rates:
-            ms = found[run, rate]["step_ms"]
-            times = [found["stock", rate]["step_ms"] / ms]
-            in_tree = [found[name, rate]["step_ms"] for name in ("in-tree", "in-tree-leaf") if (name, rate) in found]
-            times += [min(in_tree) / ms] if in_tree else []
-            cells.append(" / ".join(f"{factor:.1f} x" for factor in times))
-        rows.append([f"`{run}` against stock / the best in-tree ZeRO++", *cells])
-    return table(["ms per step", "25 Gbit/s", "10 Gbit/s", "one node, NVLink"], rows)
+def step_time_says(*results: dict) -> str:
+    """Exact differences beside stock and the in-tree ZeRO++, and beside their goals; and FSDP2 over NVLink."""
+    found = {key: row["step_ms"] for key, row in by_rate(*results).items()}
+
+    def times(peer: str, rate: float) -> str:
+        eager, compiled = (found[peer, rate] / found[f"zeropp-exact{mode}", rate] for mode in ("", "-compiled"))
+        return f"{eager:.1f} times ({compiled:.1f})"
+
+    def outcome(peer: str, goal: float) -> str:
+        return "met" if found[peer, 25.0] / found["zeropp-exact-compiled", 25.0] >= goal else "missed"
+
+    beside = " and ".join(
+        f"{found[f'zeropp{mode}', 'nvlink']:.0f} ms, FSDP2 {found[f'fsdp2{mode}', 'nvlink']:.0f}"
+        for mode in ("", "-compiled")
+    )
+    return paragraph(
+        f"""At 25 Gbit/s `zeropp-exact` is {times("stock-leaf", 25.0)} as fast as stock ZeRO-3 and
+        {times("in-tree-leaf", 25.0)} as fast as the in-tree ZeRO++, at 10 Gbit/s {times("stock-leaf", 10.0)} and
+        {times("in-tree-leaf", 10.0)}; compiled in brackets. Compiled at 25 Gbit/s, its goal of 10 times stock is
+        {outcome("stock-leaf", 10)}, that of 3.3 times the in-tree ZeRO++ {outcome("in-tree-leaf", 3.3)}. Over NVLink
+        `zeropp` takes, eager and compiled, {beside}. FSDP2 between nodes was not measured: the run was cut short."""
+    )
+
+
+def at_a_large_rate(result: dict) -> str:
+    """Differences of codes in pretraining."""
+    found = by_rate(result)
+    ms = {run: [found[run, rate]["step_ms"] for rate in RATES[:2]] for run in {run for run, _ in found}}
+
+    def pair(run: str) -> str:
+        return "{:.0f} and {:.0f} ms".format(*ms[run])
+
+    return paragraph(
+        f"""At a learning rate of {result["lr"]:g}, after {result["warmup"]} steps from nothing, `zeropp` with
+        differences takes {pair("zeropp-difference")} at 25 and 10 Gbit/s, `fp8-lm-zeropp` with them
+        {pair("fp8-lm-zeropp-difference")}, `zeropp-4bit` {pair("zeropp-4bit")}."""
+    )
 
 
 def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
@@ -104,30 +160,17 @@ def readme_demo(result: dict) -> str:
     return f"{said} (`benchmarks/results/demo/cpu-4-gloo.json`, {since(result)}):\n\n{demo_output(result)}"
 
 
-README_LABELS = {
-    "stock": LABELS["stock"],
-    "stock-leaf": LABELS["stock-leaf"],
-    "in-tree-leaf": "DeepSpeed's ZeRO++, decoder layers as z3 leaf modules",
-    "fsdp2": LABELS["fsdp2"],
-    "hsdp": LABELS["hsdp"],
-    "zeropp": "**`zeropp`**: 8-bit weights, 8- and 4-bit gradients",
-    "zeropp-4bit": "**`zeropp-4bit`**: 4-bit weights too",
-}
-
-
 def readme_step_time(*results: dict) -> str:
     """The step times that README.md shows, and where the others are."""
     found = by_rate(*results)
     rows = []
-    for run, label in README_LABELS.items():
-        times = [found.get((run, rate), {}).get("step_ms") for rate in (25.0, 10.0, "nvlink")]
-        cells = ["" if ms is None else f"{ms:.0f}" for ms in times]
-        rows.append([label, *(bold(cell) if run in QUANTIZED else cell for cell in cells)])
-    names = ("h200-4-25gbit", "h200-4-10_6_4gbit", "h200-4-nvlink")
-    files = ", ".join(f"`{name}.json` ({since(result)})" for name, result in zip(names, results))
+    for run in IN_README:
+        cells, label = times_of(found, run), FOUR_GPUS[run]
+        rows.append([label, *(bold(cell) if cell and label.startswith("**") else cell for cell in cells)])
+    (commit,) = {result["commit"] for result in results}
     source = paragraph(
-        f"""From `benchmarks/results/two_nodes`: {files}. [docs/results.md](docs/results.md) has the rest: bytes,
-        memory, kernels, accuracy, FP8, LoRA, RLHF."""
+        f"""From `benchmarks/results/two_nodes/h200-4-*`, commit `{commit}`, all on one day and host.
+        [docs/results.md](docs/results.md) has the rest: bytes, memory, kernels, accuracy, FP8, LoRA, RLHF."""
     )
     return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
 
@@ -377,16 +420,13 @@ def kernels_on_cpu_say(result: dict) -> str:
     )
 
 
+HEADLINE = tuple(f"two_nodes/h200-4-{case}" for case in ("25_10gbit", "25_10gbit-compiled", "nvlink-again"))
 BLOCKS = {
     "demo": Block(demo, ("demo/cpu-4-gloo",)),
-    "step_time": Block(
-        step_time, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit", "two_nodes/h200-4-nvlink")
-    ),
-    "readme_step_time": Block(
-        readme_step_time,
-        ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit", "two_nodes/h200-4-nvlink"),
-        sourced=False,
-    ),
+    "step_time": Block(step_time, HEADLINE, cut_short=HEADLINE[:1]),
+    "step_time_says": Block(step_time_says, HEADLINE, cut_short=HEADLINE[:1], sourced=False),
+    "at_a_large_rate": Block(at_a_large_rate, ("two_nodes/h200-4-25_10gbit-6e-4",)),
+    "readme_step_time": Block(readme_step_time, HEADLINE, cut_short=HEADLINE[:1], sourced=False),
     "readme_demo": Block(readme_demo, ("demo/cpu-4-gloo",), sourced=False),
     "nvlink_says": Block(
         nvlink_says,
