@@ -2,7 +2,7 @@
 
     python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json
     python -m benchmarks.rlhf_quality --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
-    python -m benchmarks.rlhf_quality --recipes stock,benchmarks/harness/lossless-exact.json,zeropp-exact --seeds 3 --bf16
+    python -m benchmarks.rlhf_quality --recipes stock,benchmarks/harness/lossless-exact.json --seeds 3 --bf16
     python -m benchmarks.rlhf_quality --merge a.json b.json --out all.json
 
 Every run is examples/rlhf/pipeline.py from nothing: data, a random Llama (103 million parameters on a GPU, 0.12 million

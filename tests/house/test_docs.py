@@ -375,38 +375,40 @@ def numbers(cells):
     return [float(each) for each in re.findall(r"\d+(?:\.\d+)?", " ".join(cells).replace(",", ""))]
 
 
-@pytest.mark.parametrize("page_name", ["README.md", "docs/results.md"])
-def test_step_times_are_those_of_the_files(page_name):
+@pytest.mark.parametrize("page_name, cells", [("README.md", 30), ("docs/results.md", 47)])
+def test_step_times_are_those_of_the_files(page_name, cells):
+    """Eager ones, and in brackets compiled ones."""
     runs = {
-        "stock ZeRO-3": "stock",
-        "stock, decoder layers as z3 leaf modules": "stock-leaf",
-        "DeepSpeed's ZeRO++, leaf modules": "in-tree-leaf",
+        "stock ZeRO-3, decoder layers as z3 leaf modules": "stock-leaf",
         "DeepSpeed's ZeRO++, decoder layers as z3 leaf modules": "in-tree-leaf",
         "FSDP2": "fsdp2",
         "HSDP (FSDP2, a full copy in each node)": "hsdp",
         "lossless": "lossless",
+        "zeropp-exact": "zeropp-exact",
         "zeropp": "zeropp",
+        "zeropp, only the changes of its codes": "zeropp-difference",
         "zeropp-4bit": "zeropp-4bit",
+        "fp8-lm-zeropp": "fp8-lm-zeropp",
+        "fp8-lm-zeropp, only the changes of its codes": "fp8-lm-zeropp-difference",
+        "fp8-lm": "fp8-lm",
     }
     measured = {}
-    for file in ("25gbit", "10_6_4gbit", "nvlink"):
+    for file in ("25_10gbit", "25_10gbit-compiled", "nvlink-again"):
         for row in json.loads((RESULTS / f"two_nodes/h200-4-{file}.json").read_text())["rows"]:
-            measured[row["run"], str(row["gbit"])] = row["step_ms"]
+            measured[row["run"], str(row["gbit"])] = round(row["step_ms"])
     rows = re.findall(r"^\|(.*)\|$", PAGES[page_name], flags=re.M)
     head = next(n for n, row in enumerate(rows) if "25 Gbit/s | 10 Gbit/s | one node" in row)
     seen = 0
     for row in rows[head + 2 :]:
-        label, *cells = (cell.strip() for cell in row.split("|"))
-        label = re.sub(r"\*\*|`", "", label.partition(":")[0])
-        if label not in runs:
-            continue
-        for rate, cell in zip(("25.0", "10.0", "nvlink"), cells):
-            if cell:
-                assert numbers([cell])[0] == round(measured[runs[label], rate]), (label, rate)
-                seen += 1
-        if label == "zeropp-4bit":
+        label, *times = (cell.strip() for cell in row.split("|"))
+        run = runs.get(re.sub(r"\*\*|`", "", label.partition(":")[0]))
+        if run is None:
             break
-    assert seen >= 17
+        for rate, cell in zip(("25.0", "10.0", "nvlink"), times):
+            found = [measured.get((run + suffix, rate)) for suffix in ("", "-compiled")]
+            assert numbers([cell]) == [ms for ms in found if ms is not None], (label, rate)
+            seen += len(numbers([cell]))
+    assert seen == cells
 
 
 def test_the_demo_shown_is_the_one_kept():
