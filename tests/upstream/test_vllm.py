@@ -55,3 +55,31 @@ def test_weights_through_vllm_s_own_engines():
         assert found["adapters"].startswith("ValueError: vllm_transfer: vLLM takes no adapters this way")
     assert first["calls"] == ["init", *["start", "update", "finish"] * 4] and second["calls"] == []
     assert first["sent"] > 0 == second["sent"]
+
+
+WAYS = {
+    "slices": ("zeropp", "none", {}),
+    "owners": ("fp8-lm", "none", {"compute": {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}}),
+    "LoRA": ("zeropp", "lora", {}),
+}
+
+
+def test_changes_through_vllm_s_own_engines():
+    """Its sparse engines load every bit; all at first and after a failure; nothing is said where nothing has changed."""
+    first, second = run_two(vllm_jobs.changes_to_vllm, wheel=WHEEL, ways=WAYS)
+    for found in (first, second):
+        assert found.pop("codes").startswith("ValueError: vllm_transfer: ")
+        assert set(found) == set(WAYS)
+        for rounds in found.values():
+            said, failed = [each[0] for each in rounds], "RuntimeError: send_weights failed on rank 0: "
+            assert [said[n] for n in (0, 1, 2, 4)] == ["nothing raised"] * 4
+            assert said[3] == f"{failed}OSError: update is not to be had"
+            assert said[5].startswith(f"{failed}RuntimeError: model.norm.weight has values that are NaN")
+            assert all(same for _, same, *_ in rounds[:3] + rounds[4:5])
+    calls = ["finish", "start", "update"]
+    for way, rounds in first.items():
+        sent = [each[2] for each in rounds]
+        assert sent[0] == sent[4] >= sent[2] > sent[1] == 0, (way, sent)
+        assert [each[3] for each in rounds[:5]] == [calls, [], calls, ["start", "update"], calls]
+        assert [each[4] for each in rounds[:5]] == ["1", "1", "3", "3", "5"]
+    assert all(not each[2] and not each[3] for rounds in second.values() for each in rounds)

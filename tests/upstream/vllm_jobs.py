@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import handover_jobs
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Client:
     """vLLM's four calls, answered by a worker engine of vLLM's; one of them may fail."""
 
     def __init__(self, worker, model: Model) -> None:
-        self.worker, self.model, self.calls, self.failing = worker, model, [], None
+        self.worker, self.model, self.calls, self.failing, self.version = worker, model, [], None, None
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -55,6 +56,7 @@ class Client:
 
     def finish_weight_update(self, weight_version=None) -> None:
         self._called("finish")
+        self.version = weight_version
         self.worker.finish_weight_update()
 
 
@@ -79,6 +81,49 @@ def equal(model: Model, engine) -> bool:
     )
 
 
+def changes_to_vllm(wheel: str, ways: dict) -> dict:
+    """{way: of hand-overs of what has changed: equal, bytes; what is said of failures}; all at first and after one."""
+    install(Path(wheel))
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerInitInfo
+
+    told, found = SparseNCCLTrainerInitInfo("127.0.0.1", 1, 2, rank=dist.get_rank()), {}
+    for way, (recipe, adapters, fields) in ways.items():
+        engine, model, wire = handover_jobs.engine_of(recipe, adapters, "bf16", **fields), Model(), Wire()
+        source, rounds = WeightSource(engine), []
+        model.weights = {n: torch.zeros(shape, dtype=dtype) for n, dtype, shape in source.metadata()}
+        client = Client(worker_of(model, "sparse_nccl"), model)
+        with joined(wire):
+            transfer = vllm_transfer(source, told, client)
+
+            def send(transfer=transfer, source=source, rounds=rounds, model=model, wire=wire, client=client):
+                wire.sent_bytes, client.calls[:] = 0, []
+                said = attempt(transfer.send_weights)
+                whole = handover_jobs.copied(source)
+                same = dist.get_rank() or all(torch.equal(model.weights[n], tensor) for n, tensor in whole.items())
+                rounds.append((said, bool(same), wire.sent_bytes, sorted(set(client.calls)), client.version))
+
+            send()
+            send()
+            train(engine, 1)
+            send()
+            client.failing = "update"
+            train(engine, 1)
+            send()
+            client.failing = None
+            send()
+            norm = next(p for n, p in engine.module.named_parameters() if n.endswith("model.norm.weight"))
+            with deepspeed.zero.GatheredParameters([norm], modifier_rank=0):
+                norm.data[3] = float("nan")
+            send()
+            transfer.shutdown()
+        found[way] = rounds
+        if way == "slices":
+            codes = WeightSource(engine, format="fp8")
+            found["codes"] = attempt(lambda codes=codes, client=client: vllm_transfer(codes, told, client))
+        engine.destroy()
+    return found
+
+
 def to_vllm(wheel: str) -> dict:
     """Two hand-overs, a failing one, and one after it; `equal` after those that succeed."""
     install(Path(wheel))
@@ -89,7 +134,7 @@ def to_vllm(wheel: str) -> dict:
     with joined(wire):
         init_info = NCCLTrainerInitInfo("127.0.0.1", 1, 2, packed=False, rank=dist.get_rank())
         transfer = vllm_transfer(WeightSource(engine), init_info, client)
-        found = {"adapters": attempt(lambda: vllm_transfer(SimpleNamespace(has_adapters=True), init_info, client))}
+        found = {"adapters": attempt(lambda: vllm_transfer(SimpleNamespace(gives_adapters=True), init_info, client))}
         for name in ("first", "stepped"):
             transfer.send_weights()
             found[name] = equal(model, engine)

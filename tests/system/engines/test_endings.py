@@ -85,8 +85,8 @@ def test_any_order(kind):
 
 def test_an_engine_that_is_collected_gives_nothing_back():
     """Ranks collect at moments of their own: they would not agree on what is owed, nor on who gathers it."""
-    for owed, said in run_two(ending_jobs.collected_on_a_rank):
-        assert owed == [21, 0, 0, 21]
+    for handed_over, said in run_two(ending_jobs.collected_on_a_rank):
+        assert handed_over == [21, 21, 21]
         assert "uses parameters that another engine has" in said
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import itertools
 import os
 import tempfile
 
@@ -18,7 +19,7 @@ from random_cases import ROUNDED, Case, parsed, tolerance, weight_error
 from random_models import VOCABULARY, RandomModel
 from running import Spec, Trace, changed, differing, evaluated, forward_backward, switch, trained
 
-from zeropp_fp8.handover import WeightSource
+from zeropp_fp8.handover import Changes, WeightSource
 from zeropp_fp8.zero.gather.blocks import find_blocks
 
 SEQUENCES, LENGTH = 2, 6
@@ -123,7 +124,7 @@ class Run:
                 adapted=lambda model: model.requires_grad_(False),
             ).engine()
             self.reference.eval()
-        self.source, self.held = None, {}  # of do_hand
+        self.changes, self.held = None, {}  # of do_hand
         self.trace.start = None if case.is_lossless or not plugin else full_weights(self.model)
         self.tokens = torch.Generator().manual_seed(1000 * case.seed + self.rank)
         self.tokens_seen = torch.Generator().manual_seed(1000 * case.seed + 500 + self.rank)  # by events only
@@ -241,11 +242,15 @@ class Run:
         """Hand changed weights over: the receiver holds every bit, and gets nothing twice of what nobody writes to."""
         if not self.plugin:
             return
-        first = self.source is None
-        self.source = self.source or WeightSource(self.engine)
-        came = {name: tensor.clone() for name, tensor in self.source}
-        self.held |= came
+        first, came = self.changes is None, set()
+        self.changes = self.changes or Changes(WeightSource(self.engine))
+        for name, shape, indices, values in itertools.chain.from_iterable(self.changes):
+            held = self.held.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+            held.view(-1)[indices.long()] = values
+            came.add(name)
         exact = full_weights(self.model)
+        if dist.get_rank():
+            return
         if others := changed({name: tensor for name, tensor in self.held.items() if name in exact}, exact):
             raise Mismatch(f"handed over otherwise: {others}")
         if not (first or self.case.falls_back):  # with which all is due

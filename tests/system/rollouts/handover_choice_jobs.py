@@ -1,16 +1,16 @@
-"""Jobs about what a source hands over where it chooses by itself, to a process that stands in for an engine."""
+"""Jobs about elements that have changed, after all that can happen to an engine and its adapters."""
 
 from __future__ import annotations
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from handover_jobs import attempt, bits, copied, init_info, stand_in
+from handover_jobs import Receiver, bits, copied
 from merged_jobs import all_kinds_of_adapters
 from models import ds_config, full_weights, llama, make_engine, section, train
 from running import switch
 
-from zeropp_fp8.handover import Transfer, WeightSource
+from zeropp_fp8.handover import WeightSource
 
 VOCABULARY = 264  # of resized embeddings; 256 before
 
@@ -37,16 +37,11 @@ def plain(weights):
     return {n.replace(".base_layer", "").replace(".original_module", ""): weights[key] for key, n in names.items()}
 
 
-def expected(engine, kind, tie, apart, merged):
+def expected(engine, kind, tie, merged):
     """Return what an engine has to hold, of weights gathered by DeepSpeed, by PEFT on an ordinary model."""
-    from peft import get_peft_model_state_dict
-
     weights, module = full_weights(engine.module), engine.module
     if kind == "none" or merged:
         return plain(weights)
-    if apart:
-        saved = get_peft_model_state_dict(module, weights, module.active_adapter, save_embedding_layers=False)
-        return plain(weights) | saved
     ordinary = model_of(kind, tie).float()
     ordinary.load_state_dict(weights, strict=False)
     ordinary.set_adapter(module.active_adapter)
@@ -57,46 +52,27 @@ class Story:
     """Hand-overs of one engine, each after something has happened.
 
     Attributes:
-        found: {what has happened: (bytes that came, whether the engine holds what it has to)}.
+        found: {what has happened: (whether the engine holds what it has to, and nothing else came; elements that came)}
     """
 
-    def __init__(self, engine, folder, limit, kind, tie, apart, options):
-        self.engine, self.folder, self.limit = engine, folder, limit
-        self.source = WeightSource(engine, takes_adapters=apart, **options)
-        self.client, self.found, self.merged = None, {}, False
-        self.how = {"kind": kind, "tie": tie, "apart": apart}
-        self.codes = "format" in options
-        self.start_engine()
-
-    def end_engine(self):
-        if self.client is not None:
-            self.client.close()
-
-    def start_engine(self):
-        from stand_in import Trainer
-
-        self.end_engine()
-        if dist.get_rank() == 0:
-            self.client = Trainer(f"{self.folder}/socket", b"key")
-        self.transfer = Transfer.trainer_init(init_info(self.limit), client=self.client, source=self.source)
+    def __init__(self, engine, kind, tie, options):
+        self.engine, self.found, self.merged = engine, {}, False
+        self.receiver = Receiver(WeightSource(engine, **options))
+        self.how, self.codes = {"kind": kind, "tie": tie}, "format" in options
 
     def tell(self, happened, action=lambda: None):
         action()
-        before = self.transfer.sent_bytes
-        calls = 0 if self.client is None else len(self.client.calls)
-        self.transfer.send_weights()
-        sent = self.transfer.sent_bytes - before
+        well = all(self.receiver.update())
         if self.codes:
-            wanted = copied(WeightSource(self.engine, takes_adapters=True, format="fp8"))
+            wanted = copied(WeightSource(self.engine, format="fp8"))
         else:
             wanted = expected(self.engine, merged=self.merged, **self.how)
             wanted = {name: tensor.detach().to(torch.bfloat16) for name, tensor in wanted.items()}
-        if self.client is not None:
-            there = torch.load(f"{self.folder}/held.pt")
-            came = sum(there["sizes"]) if len(self.client.calls) > calls else 0
-            same = there["held"].keys() == wanted.keys()
-            same = same and all(torch.equal(bits(there["held"][n]), bits(t)) for n, t in wanted.items())
-            self.found[happened] = came, same and came == sent
+        if dist.get_rank() == 0:
+            held = self.receiver.held
+            well = well and held.keys() == wanted.keys()
+            well = well and all(torch.equal(bits(held[name]), bits(tensor)) for name, tensor in wanted.items())
+        self.found[happened] = well, self.receiver.sent
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -112,63 +88,40 @@ class Story:
             getattr(self.engine.module, method)()
         self.merged = method == "merge_adapter"
 
-    def forget_here(self):
-        if dist.get_rank() == 0:
-            self.source.forget()
 
-
-def chosen(folder, limit, cases):
-    """{case: Story.found}, and what is said where adapters that go apart are merged or scaled.
-
-    Where `kept` elements are not exceeded parameters stay gathered, and there are biases that do.
-    """
+def chosen(folder, cases):
+    """{case: Story.found}. Where `kept` elements are not exceeded parameters stay gathered, with biases that do."""
     switch(True)
-    told, said = {}, {}
-    with stand_in(folder) as (client, _):
-        if client is not None:
-            client.close()  # each case starts the engine anew
-        for case, (*how, kept) in cases.items():
-            zero = {"stage3_param_persistence_threshold": kept}
-            config = ds_config(section("lossless"), "bf16", zero_optimization=zero)
-            engine = make_engine(model_of(*how[:2], bias=kept > 0), config, lr=1e-2)
-            train(engine, 1)
-            engine.save_checkpoint(f"{folder}/{case}")
-            story = Story(engine, folder, limit, *how)
-            told[case] = story.found
-            said |= happens(story, f"{folder}/{case}")
-            story.end_engine()
-            engine.destroy()
-    return told, said
+    told = {}
+    for case, (*how, kept) in cases.items():
+        zero = {"stage3_param_persistence_threshold": kept}
+        config = ds_config(section("lossless"), "bf16", zero_optimization=zero)
+        engine = make_engine(model_of(*how[:2], bias=kept > 0), config, lr=1e-2)
+        train(engine, 1)
+        engine.save_checkpoint(f"{folder}/{case}")
+        story = Story(engine, *how)
+        told[case] = story.found
+        happens(story, f"{folder}/{case}")
+        engine.destroy()
+    return told
 
 
 def happens(story, checkpoint):
-    """Return what is said of adapters that go apart when they are merged or scaled."""
-    engine, kind, apart, said = story.engine, story.how["kind"], story.how["apart"], {}
+    engine, kind = story.engine, story.how["kind"]
     story.tell("first")
     story.tell("nothing")
     story.tell("step", lambda: train(engine, 1))
     if story.codes:
-        return said
+        return
     story.tell("written", story.write)
     story.tell("loaded", lambda: engine.load_checkpoint(checkpoint))
     if kind != "none":
-        if apart:
-            story.in_whole("merge_adapter")
-            said["merged"] = attempt(story.transfer.send_weights)
-        else:
-            story.tell("merged", lambda: story.in_whole("merge_adapter"))
+        story.tell("merged", lambda: story.in_whole("merge_adapter"))
         story.tell("unmerged", lambda: story.in_whole("unmerge_adapter"))
         story.tell("other", lambda: engine.module.set_adapter("other"))
         story.tell("back", lambda: engine.module.set_adapter("default"))
-    story.tell("asked for", story.forget_here)
-    transfer = story.transfer
-    story.tell("restarted", story.start_engine)
-    said["of the engine before"] = attempt(transfer.send_weights)
-    if apart:
-        layer = next(m for m in engine.module.modules() if hasattr(m, "set_scale"))
-        layer.set_scale("default", 2.0)
-        said["scaled"] = attempt(story.transfer.send_weights)
-        layer.set_scale("default", 1.0)
-        said["again"] = attempt(story.transfer.send_weights)
+    if dist.get_rank() == 0:
+        story.receiver.changes.forget()
+    story.receiver.held.clear()
+    story.tell("asked for")
     train(engine, 1)
-    return said

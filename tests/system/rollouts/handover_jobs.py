@@ -23,7 +23,7 @@ from running import Spec, loss_of
 import zeropp_fp8
 from tests.places import ROOT, TESTS
 from zeropp_fp8 import sharded
-from zeropp_fp8.handover import Transfer, TransferGroup, TransferInit, WeightSource
+from zeropp_fp8.handover import Changes, Transfer, TransferGroup, TransferInit, WeightSource
 
 NF4 = frozen("nf4", block_size=16, double_quantize=True)
 
@@ -156,28 +156,109 @@ def adapters_alone(kinds):
     return found
 
 
-def what_has_changed():
-    """Names that sources give: at first, without a step, after one, after a write to one frozen weight."""
+class Receiver:
+    """An engine's copy of the weights, kept up to date by patches; on rank 0.
+
+    Attributes:
+        held: the weights; sent: the elements that came the last time.
+    """
+
+    def __init__(self, source):
+        self.source, self.changes, self.held = source, Changes(source), {}
+
+    def update(self):
+        """Whether what came is exactly what differed; and whether every bit is now that of a whole hand-over."""
+        before = {name: bits_of(tensor).clone() for name, tensor in self.held.items()}
+        came = {}
+        for patches in self.changes:
+            for name, shape, indices, values in patches:
+                assert indices.dtype == torch.int32 and name not in came
+                came[name] = torch.zeros(shape, dtype=torch.bool).view(-1)
+                came[name][indices.long()] = True
+                held = self.held.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+                held.view(-1)[indices.long()] = values
+        self.sent = sum(int(of.sum()) for of in came.values())
+        whole = copied(self.source)
+        if dist.get_rank():
+            return not came, not self.held
+        exactly, same = True, self.held.keys() == whole.keys()
+        for name, tensor in whole.items():
+            now, then = bits_of(tensor), before.get(name)
+            differs = torch.ones(len(now), dtype=torch.bool) if then is None else now != then
+            exactly = exactly and torch.equal(came.get(name, torch.zeros_like(differs)), differs)
+            same = same and torch.equal(bits_of(self.held[name]), now)
+        return exactly, same
+
+
+def bits_of(tensor):
+    """Flat, as integers."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.itemsize]).view(-1)
+
+
+def what_has_changed(cases):
+    """{case: what a Receiver says and got at first, at once, after a step, after a write, and after one rank forgot}.
+
+    And the bytes that rank 1 has sent outside of steps for the third.
+    """
     import deepspeed
 
-    engine = engine_of(adapters="lora", frozen=NF4)
-    sources = {w: WeightSource(engine, weights=w, only_changed=True) for w in ("merged", "base", "adapters")}
-    rounds = []
+    found = {}
+    for case, (recipe, adapters, dtype, format, fields) in cases.items():
+        engine = engine_of(recipe, adapters=adapters, dtype=dtype, sizes={"hidden": 128, "intermediate": 256}, **fields)
+        receiver, rounds = Receiver(WeightSource(engine, format=format)), []
 
-    def hand_over():
-        rounds.append({w: (len(source.metadata()), list(copied(source))) for w, source in sources.items()})
+        def hand_over(receiver=receiver, rounds=rounds):
+            said = receiver.update()
+            rounds.append((said, receiver.sent, receiver.changes.version))
 
-    hand_over()
-    hand_over()
+        hand_over()
+        hand_over()
+        train(engine, 1)
+        hand_over()
+        outside = [sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())]
+        for patches in receiver.changes:
+            assert not patches
+        outside.append(sum(zeropp_fp8.wire_report(engine)["outside_steps"].values()))
+        norm = next(p for n, p in engine.module.named_parameters() if n.endswith("model.norm.weight"))
+        with deepspeed.zero.GatheredParameters([norm], modifier_rank=0):
+            norm.data.add_(1.0)
+        hand_over()
+        if dist.get_rank() == 1:
+            receiver.changes.forget()
+        receiver.held.clear()
+        hand_over()
+        found[case] = rounds, outside[1] - outside[0], norm.ds_numel
+        engine.destroy()
+    return found
+
+
+def changes_that_fail():
+    """What each rank says where comparing fails on one; then all goes."""
+    from unittest import mock
+
+    engine, said = engine_of("zeropp", dtype="bf16"), {}
+    receiver = Receiver(WeightSource(engine))
+    receiver.update()
     train(engine, 1)
-    hand_over()
-    norm = engine.module.get_base_model().model.norm.weight
-    with deepspeed.zero.GatheredParameters([norm], modifier_rank=0):
-        norm.data.add_(1.0)
-    hand_over()
-    sources["merged"].forget()
-    hand_over()
-    return rounds
+    known, calls = Changes._compared, []
+
+    def changed(self, part):
+        calls.append(part.name)
+        if dist.get_rank() == 1 and len(calls) > 5:
+            raise MemoryError("no room to compare")
+        return known(self, part)
+
+    with mock.patch.object(Changes, "_compared", changed):
+        said["failing"] = attempt(receiver.update)
+    receiver.changes.forget()
+    receiver.held.clear()
+    said["then"] = receiver.update()
+    said["adapters"] = attempt(lambda: Changes(WeightSource(engine_of(adapters="lora"), weights="adapters")))
+    with mock.patch("zeropp_fp8.zero.handover.changes._MOST", 1000):
+        receiver.changes.forget()
+        said["large"] = attempt(receiver.update)
+    return said
 
 
 class Normed(torch.nn.Module):
@@ -200,34 +281,30 @@ class Normed(torch.nn.Module):
 
 
 def kept_up_to_date():
-    """{what has changed: what an engine that was given only that lacks}, and what a source says without its engine."""
+    """{what has changed: what a Receiver says, whether anything came}, and what a source says without its engine."""
     from peft import LoraConfig
 
     found = {}
 
-    def lacking(name, change, engine, *ways):
-        sources = {way: WeightSource(engine, weights=way, only_changed=True) for way in ways}
-        held = {way: copied(source) for way, source in sources.items()}
+    def lacking(name, change, engine):
+        receiver = Receiver(WeightSource(engine))
+        receiver.update()
         change()
-        for way, source in sources.items():
-            updates, all_there = copied(source), copied(WeightSource(engine, weights=way))
-            held[way] |= updates
-            lacks = [n for n, t in all_there.items() if not torch.equal(t, held[way][n])]
-            found[name, way] = bool(updates), lacks
-        return sources
+        found[name] = receiver.update(), bool(receiver.sent)
+        return receiver.source
 
     engine = engine_of(adapters="lora")
     engine.module.add_adapter("other", LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False))
     engine.destroy()
     engine = over(engine.module)
-    lacking("adapter", lambda: engine.module.set_adapter("other"), engine, "merged", "adapters")
+    lacking("adapter", lambda: engine.module.set_adapter("other"), engine)
 
     def twice():
         for layer in engine.module.modules():
             if hasattr(layer, "set_scale") and "other" in getattr(layer, "scaling", {}):
                 layer.set_scale("other", 2.0)
 
-    lacking("scale", twice, engine, "merged")
+    lacking("scale", twice, engine)
     engine.destroy()
     engine, later = engine_of(steps=0), []
 
@@ -235,12 +312,12 @@ def kept_up_to_date():
         train(engine, 1)
         later.append(over(engine.module, optimizer=None))
 
-    lacking("taken over", taken_over, engine, "merged")
-    source = lacking("given back", lambda: (train(engine, 1), later[0].destroy()), engine, "merged")["merged"]
+    lacking("taken over", taken_over, engine)
+    source = lacking("given back", lambda: (train(engine, 1), later[0].destroy()), engine)
     engine.destroy()
     found["said"] = attempt(lambda: copied(source))
     engine = over(Normed())
-    lacking("buffers", lambda: engine(torch.randn(4, 128)), engine, "merged")
+    lacking("buffers", lambda: engine(torch.randn(4, 128)), engine)
     engine.destroy()
     source = WeightSource(over(Normed(tied=True)), format="fp8")
     found["codes of tied"] = sorted(copied(source)), source.quantization_config()["ignore"]
@@ -248,17 +325,17 @@ def kept_up_to_date():
 
 
 def taking_part():
-    """(merges to declare, merges to hand over, names) where rank 0 alone takes the tensors; then what is still due."""
+    """(merges to declare, merges to hand over, names, all names) where rank 0 alone takes the tensors."""
     from unittest import mock
 
     from peft.tuners.lora.layer import Linear
 
-    source, merges = WeightSource(engine_of(adapters="lora", frozen=NF4), only_changed=True), []
+    source, merges = WeightSource(engine_of(adapters="lora", frozen=NF4)), []
     known = Linear.merge
     with mock.patch.object(Linear, "merge", lambda self, *args, **kw: merges.append(1) or known(self, *args, **kw)):
         names, to_declare = [meta.name for meta in source.metadata()], len(merges)
         got = list(copied(source)) if dist.get_rank() == 0 else [name for name, _ in source.take_part()]
-    return to_declare, len(merges), got, names, source.metadata()
+    return to_declare, len(merges), got, names
 
 
 def float8_weights(ways):
@@ -423,26 +500,26 @@ def init_info(limit, device="cpu"):
 
 
 def to_a_stand_in(folder, limit):
-    """Merged weights, then what has changed, then FP8 codes, to another process: (equal there, messages, ...)."""
+    """Merged weights, again after a step, then FP8 codes, to another process: (equal there, messages, ...)."""
     engine, found = engine_of(adapters="lora", dtype="bf16"), {}
     with stand_in(folder) as (client, file):
         transfers = {}
         for name, options in {
-            "merged": {"weights": "merged", "only_changed": True},
+            "merged": {"weights": "merged"},
             "fp8": {"weights": "merged", "format": "fp8"},
         }.items():
             source = WeightSource(engine, **options)
             if not transfers:
                 transfer = Transfer.trainer_init(init_info(limit), client=client, source=source)
             else:
-                transfer._source, source.sender = source, transfer
+                transfer._source = source
             transfers[name] = transfer
-            for again in range(3 if name == "merged" else 1):
-                if again == 2:
+            for again in range(2 if name == "merged" else 1):
+                if again:
                     train(engine, 1)
                 called = 0 if client is None else len(client.calls)
                 transfer.send_weights()
-                expected = copied(WeightSource(engine, **{**options, "only_changed": False}))
+                expected = copied(WeightSource(engine, **options))
                 if client is not None:
                     there = torch.load(file)
                     calls = client.calls[called:]
@@ -540,7 +617,6 @@ def refusals():
     said["weights"] = attempt(lambda: WeightSource(plain, weights="all"))
     said["format"] = attempt(lambda: WeightSource(plain, format="fp4"))
     said["codes of adapters"] = attempt(lambda: WeightSource(plain, weights="adapters", format="fp8"))
-    said["apart"] = attempt(lambda: WeightSource(plain, "merged", takes_adapters=True))
     said["no codes"] = attempt(lambda: WeightSource(plain).quantization_config())
     said["no adapters"] = attempt(lambda: WeightSource(plain, weights="adapters").metadata())
     said["no engine"] = attempt(lambda: WeightSource(llama()))

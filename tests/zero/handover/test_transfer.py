@@ -47,10 +47,10 @@ def test_buckets_and_what_is_received_of_them(tensors, limit):
 class Source:
     """A source of two tensors that are not those it declares, if told so."""
 
-    has_adapters = False
+    gives_adapters = False
 
     def __init__(self, wrong=None):
-        self.wrong, self.forgotten, self.ended, self.all_is_due = wrong, 0, 0, True
+        self.wrong, self.ended = wrong, 0
 
     def metadata(self):
         return [ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (3,))]
@@ -64,14 +64,6 @@ class Source:
         if self.wrong == "too many":
             yield "c", torch.ones(1)
         self.ended += 1
-        self.all_is_due = False
-
-    def forget(self):
-        self.forgotten += 1
-        self.all_is_due = True
-
-    def agree(self):
-        """It is one rank."""
 
 
 class Client:
@@ -105,11 +97,11 @@ def transfer_of(source, client, **more):
     ],
 )
 def test_a_source_that_does_not_keep_its_word(wrong, said):
-    """It is named before the engine is told that all has come, and all is due again."""
+    """It is named before the engine is told that all has come."""
     source, client = Source(wrong), Client()
     with pytest.raises(RuntimeError, match=f"send_weights failed on rank 0: RuntimeError: .*{said}"):
         transfer_of(source, client).send_weights()
-    assert "finish" not in client.calls and source.forgotten == 2  # when the engine was joined, and now
+    assert "finish" not in client.calls
 
 
 def test_what_the_engine_is_told():
@@ -152,10 +144,8 @@ def test_with_classes_like_those_of_vllm(vllm):
     """The factory gets one of vLLM's sources, with vLLM's own metadata, and all of its weights at each hand-over."""
     source = Source()
     transfer = vllm_transfer(source, "info", "client")
-    for _ in range(2):
-        forgotten = source.forgotten
-        transfer.send_weights()
-        assert source.forgotten > forgotten, "all is due"
+    transfer.send_weights()
+    transfer.send_weights()
     declared = [vllm.ParamMeta("a", torch.float32, (2,)), vllm.ParamMeta("b", torch.float32, (3,))]
     assert transfer.engine.sent == [(declared, ["a", "b"])] * 2
     assert transfer.engine.source.metadata is transfer.engine.source.metadata
@@ -165,7 +155,7 @@ def test_with_classes_like_those_of_vllm(vllm):
 
 def test_adapters_apart_are_not_for_vllm(vllm):
     source = Source()
-    source.has_adapters = True
+    source.gives_adapters = True
     with pytest.raises(ValueError, match=r'takes no adapters this way: use WeightSource\(..., weights="merged"\)'):
         vllm_transfer(source, "info", "client")
 
@@ -179,10 +169,10 @@ def test_an_older_vllm(vllm, monkeypatch):
 
 @pytest.mark.parametrize("failing, error", [("start", "refused"), ("finish", "reset")])
 def test_vllm_that_fails(vllm, failing, error):
-    """Where nobody has begun to iterate, or all has been: others wait in no gather, and all is due again."""
+    """Where nobody has begun to iterate, or all has been: others wait in no gather."""
     source = Source()
     transfer = vllm_transfer(source, "info", "client")
     transfer.engine.failing = failing
     with pytest.raises(RuntimeError, match=f"send_weights failed on rank 0: OSError: connection {error}"):
         transfer.send_weights()
-    assert source.ended == 1 and source.all_is_due
+    assert source.ended == 1

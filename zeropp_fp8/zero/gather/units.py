@@ -10,7 +10,6 @@ as slices of numbers (sliced.py), codes (frozen/unit.py), or whole tensors on ow
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,6 @@ from zeropp_fp8.zero.gather.difference import Difference
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.waiting import named
-
-_writes = itertools.count()
 
 
 @dataclass(eq=False)
@@ -133,7 +130,6 @@ class Unit(ABC):
         self.looked_at: set[int] = set()
         self.names: list[str] = []
         self.active_modules: set[int] = set()
-        self.writes = next(_writes)
 
     @property
     def is_pending(self) -> bool:
@@ -245,7 +241,6 @@ class Unit(ABC):
         self.copy_bill.clear()
         self.payload = None
         self.difference.changed(by_step)
-        self.writes = next(_writes)
 
     def put_aside(self) -> None:
         """Another engine attaches the parameters: drop all that a gather can bring again."""

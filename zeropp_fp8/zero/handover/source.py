@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.comm.lanes import on_one_stream
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.zero.export.lockstep import Lockstep
 from zeropp_fp8.zero.export.weights import Weight, base_model, gathered, groups
 from zeropp_fp8.zero.frozen.store import value_dtype
@@ -29,8 +29,10 @@ from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.contents import NAME, Contents, Group
 from zeropp_fp8.zero.handover.float8 import Float8Weights
 from zeropp_fp8.zero.holders import engine_of
+from zeropp_fp8.zero.placement import Range
+from zeropp_fp8.zero.session import Session
 
-WEIGHTS = ("auto", "merged", "base", "adapters")
+WEIGHTS = ("merged", "base", "adapters")
 FORMATS = ("none", "fp8")
 
 
@@ -42,47 +44,39 @@ class ParamMeta(NamedTuple):
     shape: tuple[int, ...]
 
 
+class OwnPart(NamedTuple):
+    """This rank's part of a tensor: its elements in `ranges` of the flat tensor, one after the other."""
+
+    name: str
+    shape: torch.Size
+    ranges: list[Range]
+    values: Tensor
+
+
 class WeightSource:
     """Named tensors of a DeepSpeed engine with the plugin, anew at each iteration.
 
     Args:
         engine: a DeepSpeed engine with the plugin active, its module, or a Trainer that has begun to train.
-        weights: "auto": what has changed since the last hand-over, which is everything at first. Of a PEFT model that
-            is "merged"; for an engine that `takes_adapters`, "base" and "adapters", of which a step of training changes
-            the latter alone.
-            "merged": the whole model under the names of its checkpoint, PEFT's active adapters merged in fp32 and
+        weights: "merged": the whole model under the names of its checkpoint, PEFT's active adapters merged in fp32 and
             rounded once. "base": the same without adapters. "adapters": these alone, named as PEFT saves them.
         format: "none": in the dtypes that they have in training, every bit. "fp8": weights of linear layers as codes
             with scales (float8.py), adapters and everything else as with "none". What training multiplies as FP8 codes
             that travel or rest is handed over as these codes, rounded once; what was merged is rounded from fp32.
-        only_changed: "auto" for what `weights` names: leave out what was not written since it was last handed over. A
-            child of a block (attention, MLP, a norm) goes whole if anything in it has changed, because engines join
-            layers; one with buffers goes always; an adapter goes whole, in place of the one that the engine has.
-        takes_adapters: with "auto": the engine keeps an adapter beside the model.
 
     Raises:
         ValueError: an engine without the plugin, another `weights` or `format`, or adapters that cannot be had so.
     """
 
-    def __init__(
-        self,
-        engine,
-        weights: str = "auto",
-        format: str = "none",
-        only_changed: bool = False,
-        takes_adapters: bool = False,
-    ) -> None:
+    def __init__(self, engine, weights: str = "merged", format: str = "none") -> None:
         for name, value, known in (("weights", weights, WEIGHTS), ("format", format, FORMATS)):
             if value not in known:
                 raise ValueError(f"{NAME}: {name} is one of {', '.join(known)}, not {value!r}")
         if weights == "adapters" and format != "none":
             raise ValueError(f'{NAME}: adapters are handed over as they are: leave format "none"')
-        if weights != "auto" and takes_adapters:
-            raise ValueError(f'{NAME}: takes_adapters is for weights="auto"; weights={weights!r} says what goes')
         engine = engine_of(engine, NAME)
         offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
         self._gatherer: Gatherer = offload.gatherer
-        self._only_changed = only_changed or weights == "auto"
         model = engine.module if weights == "adapters" else base_model(engine.module, NAME)
         self._float8 = None
         if format == "fp8":
@@ -90,12 +84,9 @@ class WeightSource:
             parts = list(itertools.chain.from_iterable(groups(model)))
             conversion = None if session.formats.fell_back else session.conversion
             self._float8 = Float8Weights(parts, conversion, session.config.compute.skip_modules)
-        kinds = (weights,)
-        if weights == "auto":
-            kinds = ("base", "adapters") if takes_adapters and model is not engine.module else ("merged",)
-        self._contents = Contents(engine.module, model, kinds, self._float8)
-        self._handed_over: dict[str, tuple] = {}  # by piece: what it was made of, and when that had been written
-        self.sender: object = None  # to the engine that has what was handed over
+        self._contents = Contents(engine.module, model, weights, self._float8)
+        self._by_shards = Contents(engine.module, model, weights, self._float8, self._gatherer.ownership.has)
+        self.gives_adapters = weights == "adapters"
 
     def quantization_config(self) -> dict:
         """The entry with which an engine's config.json loads this source's FP8 codes.
@@ -107,27 +98,12 @@ class WeightSource:
             raise ValueError(f'{NAME}: only with format="fp8" there is a quantization_config')
         return self._float8.quantization_config()
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are handed over apart from the model."""
-        return "adapters" in self._contents.kinds
-
-    def forget(self) -> None:
-        """Take nothing for handed over: all is due again. On every rank, or followed by `agree`."""
-        self._handed_over.clear()
-
-    def agree(self) -> None:
-        """Forget everywhere if a rank has forgotten, as the one does that hears of an engine's restart. Collective."""
-        mine = list(self._handed_over)
-        if any(theirs != mine for theirs in gather_objects(mine)):
-            self.forget()
-
     # -- vLLM's two channels -----------------------------------------------------------------------------------------
 
     def metadata(self) -> list[ParamMeta]:
         """The tensors that the next iteration yields, in its order. No communication."""
         found = []
-        for group in self._due():
+        for group in self._groups(self._contents):
             values = {id(p): torch.empty(sharded.shape(p), dtype=value_dtype(p), device="meta") for p in group.params}
             named = [self._encoded(weight) for weight in group.read(values)]
             for name, param in group.operands:
@@ -156,15 +132,12 @@ class WeightSource:
         return self._iterate(wanted=False)
 
     def _iterate(self, wanted: bool) -> Iterator[tuple[str, Tensor]]:
-        if any(unit.active_modules for unit in units_of(self._gatherer.ownership.params.values())):
-            raise RuntimeError(f"{NAME}: a pass of the engine is under way, or has ended with an error")
+        self._check_idle()
         lockstep = Lockstep("the hand-over of weights", here=wanted)
-        due, at_end = deque(self._due()), dict(self._handed_over)
+        due = deque(self._groups(self._contents))
         try:
             while due:
-                group = due.popleft()
-                at_end.update(group.made_of)
-                yield from self._handed_out(group, lockstep)
+                yield from self._handed_out(due.popleft(), lockstep)
         except GeneratorExit:
             lockstep.error = lockstep.error or RuntimeError("the iteration was ended before the last tensor")
             for group in due:
@@ -173,7 +146,35 @@ class WeightSource:
             lockstep.failures()
             raise
         lockstep.raise_everywhere()
-        self._handed_over = at_end
+
+    # -- changes.py: each rank's own part of all tensors --------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The engine's."""
+        return self._gatherer.session
+
+    def own_parts(self, lockstep: Lockstep) -> Iterator[list[OwnPart]]:
+        """This rank's part of every tensor, a group at a time; of what goes as it lies on the ranks without a gather.
+
+        Collective. After this rank has failed, which `lockstep` notes, it goes on for the others; its parts are not all
+        there then.
+        """
+        self._check_idle()
+        for group in self._groups(self._by_shards):
+            tensors = self._handed_out(group, lockstep)
+            parts = [lockstep.call(self._own_slice, name, tensor) for name, tensor in tensors]
+            yield [*parts, *(lockstep.call(self._own_shard, name, param) for name, param in group.shards)]
+
+    def _own_slice(self, name: str, tensor: Tensor) -> OwnPart:
+        topology, size = self.session.topology, slice_numel(tensor.numel(), self.session.topology.world_size)
+        own = tensor.reshape(-1)[topology.rank * size :][:size].clone()
+        return OwnPart(name, tensor.shape, [(topology.rank * size, len(own))], own)
+
+    def _own_shard(self, name: str, param: Parameter) -> OwnPart:
+        placement = self.session.placement
+        own = sharded.unpadded(param, placement.own_numel(param)).to(self._gatherer.device)
+        return OwnPart(name, sharded.shape(param), placement.ranges(param), own)
 
     # -- a group -----------------------------------------------------------------------------------------------------
 
@@ -211,10 +212,11 @@ class WeightSource:
             return self._float8.encode(name, param.data)
         return self._float8.of_operand(name, operand)
 
-    # -- which there are ---------------------------------------------------------------------------------------------
+    def _check_idle(self) -> None:
+        if any(unit.active_modules for unit in units_of(self._gatherer.ownership.params.values())):
+            raise RuntimeError(f"{NAME}: a pass of the engine is under way, or has ended with an error")
 
-    def _due(self) -> list[Group]:
-        """The groups that the next iteration hands out."""
+    def _groups(self, contents: Contents) -> list[Group]:
         if not self._gatherer.ownership.params:
             raise RuntimeError(f"{NAME}: its engine was destroyed; make a source of the engine that has the model now")
-        return list(self._contents.but(self._handed_over if self._only_changed else {}))
+        return list(contents)

@@ -97,43 +97,25 @@ class TransferInit:
 class Sender(ABC):
     """Hands a source over to an engine. Every rank of the trainer has one, and calls its methods together.
 
-    An engine that has just been joined has nothing: all is due. For one that loses its weights later, as vLLM does in
-    sleep of level 2, call `source.forget()`; the rank that hears of it is enough. A source knows what one engine has.
-
     Args:
         takes: whether this rank needs the tensors, or gathers them for others only.
     """
 
     def __init__(self, source: WeightSource, takes: bool) -> None:
         self._source, self._takes = source, takes
-        source.forget()
-        source.sender = self
 
     def send_weights(self) -> None:
-        """Hand over what is due; nothing is said to the engine where nothing is. Collective.
+        """Hand over all that the source has. Collective.
 
         Raises:
-            RuntimeError: a rank, the engine or the way to it has failed; on every rank. Then all is due again. Or its
-                source has been given to another engine since.
+            RuntimeError: a rank, the engine or the way to it has failed; on every rank.
         """
-        if self._source.sender is not self:
-            raise RuntimeError(
-                "send_weights: another engine has been joined to this source since, and a source knows what one engine "
-                "has; make a WeightSource for each engine"
-            )
-        self._source.agree()
         declared = self._source.metadata()
-        if not declared:
-            return
         lockstep = Lockstep("send_weights", here=self._takes)
         weights = iter(self._source) if self._takes else self._source.take_part()
         lockstep.call(self._send, declared, weights)
         lockstep.always(deque, weights, 0)  # the rest: gathers that others wait in
-        try:
-            lockstep.raise_everywhere()
-        except RuntimeError:
-            self._source.forget()
-            raise
+        lockstep.raise_everywhere()
 
     @abstractmethod
     def _send(self, declared: list[ParamMeta], weights: Iterator[tuple[str, Tensor]]) -> None:

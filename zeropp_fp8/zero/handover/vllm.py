@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
+from itertools import chain
 
+import torch
 from torch import Tensor
 
+from zeropp_fp8.zero.export.lockstep import Lockstep
+from zeropp_fp8.zero.handover.changes import Changes, Patch
 from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
 from zeropp_fp8.zero.handover.transfer import Sender
 
+_SPARSE = "vllm.distributed.weight_transfer.sparse_nccl_engine"
+_IN_PATCHES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = "0.33"  # before, its sources were iterated themselves, and `metadata` was a method
 
 
 class VLLMTransfer(Sender):
-    """vLLM's trainer engine, whose failures reach every rank. It sends all weights each time: it plans by metadata.
+    """vLLM's trainer engine, whose failures reach every rank. It sends all weights each time.
 
     Attributes:
         engine: vLLM's own.
@@ -24,12 +31,6 @@ class VLLMTransfer(Sender):
     def __init__(self, source: WeightSource, replayed, engine) -> None:
         super().__init__(source, takes=True)  # some of vLLM's transports need them on every rank
         self._replayed, self.engine = replayed, engine
-
-    def send_weights(self) -> None:
-        """Hand over all weights. Collective; raises as `Sender.send_weights`."""
-        if self._source.sender is self:
-            self._source.forget()
-        super().send_weights()
 
     def shutdown(self) -> None:
         """Leave the engine."""
@@ -40,19 +41,73 @@ class VLLMTransfer(Sender):
         self.engine.send_weights()
 
 
-def vllm_transfer(source: WeightSource, init_info, client) -> VLLMTransfer:
+class VLLMSparseTransfer:
+    """vLLM's trainer engine for elements that have changed. The first hand-over, and one after a failure, has all.
+
+    Attributes:
+        engine: vLLM's own; changes: what goes, with its version.
+    """
+
+    def __init__(self, source: WeightSource, engine) -> None:
+        self.changes, self.engine = Changes(source), engine
+
+    def forget(self) -> None:
+        """Let all go next time: an engine has lost its weights. One rank is enough."""
+        self.changes.forget()
+
+    def send_weights(self) -> None:
+        """Hand over what has changed; nothing is said to the engine where nothing has. Collective.
+
+        Raises:
+            RuntimeError: a rank or the engine has failed, or a weight is NaN, which vLLM's patches cannot say; on every
+                rank. Then all goes next time.
+        """
+        lockstep, changes = Lockstep("send_weights", here=self.engine.is_sender), iter(self.changes)
+        lockstep.call(self._send, changes)
+        lockstep.always(deque, changes, 0)  # the rest: what others wait in
+        try:
+            lockstep.raise_everywhere()
+        except RuntimeError:
+            self.forget()
+            raise
+
+    def shutdown(self) -> None:
+        """Leave the engine."""
+        self.engine.shutdown()
+
+    def _send(self, changes: Iterator[list[Patch]]) -> None:
+        patch_of = import_module(_SPARSE).SparseWeightPatch
+        for patches in self._begun(changes):
+            nan = [patch.name for patch in patches if patch.values.isnan().any()]
+            if nan:
+                raise RuntimeError(f"{nan[0]} has values that are NaN, which vLLM's sparse patches take for unchanged")
+            self.engine.send_weight_chunk([patch_of(p.name, p.indices, p.values, tuple(p.shape)) for p in patches])
+
+    def _begun(self, changes: Iterator[list[Patch]]) -> Iterator[list[Patch]]:
+        """The groups with patches, within one update of the engine."""
+        groups = filter(None, changes)
+        first = next(groups, None)
+        if first is not None:
+            self.engine.client.start_weight_update()
+            yield from chain([first], groups)
+            self.engine.client.finish_weight_update(weight_version=str(self.changes.version))
+
+
+def vllm_transfer(source: WeightSource, init_info, client) -> VLLMTransfer | VLLMSparseTransfer:
     """vLLM's trainer engine over a source: its `send_weights()` hands over. Call it on every rank.
 
     Args:
-        source: of `weights` "merged" or "base"; or "auto" without `takes_adapters`, which is "merged" here.
-        init_info: one of vLLM's, e.g. `NCCLTrainerInitInfo(..., rank=torch.distributed.get_rank())`.
+        source: of `weights` "merged" or "base".
+        init_info: one of vLLM's, e.g. `NCCLTrainerInitInfo(..., rank=torch.distributed.get_rank())`; with
+            `SparseNCCLTrainerInitInfo` only elements that have changed go.
         client: e.g. `HTTPVLLMWeightSyncClient("http://localhost:8000")`.
 
     Raises:
         ImportError: there is no vLLM here, or one that is too old.
-        ValueError: the source hands over adapters apart, which vLLM's transfer does not know.
+        ValueError: the source hands over adapters, which vLLM's transfer does not know; or what sparse patches
+            cannot hold.
     """
-    if source.has_adapters:
+    if source.gives_adapters:
         raise ValueError('vllm_transfer: vLLM takes no adapters this way: use WeightSource(..., weights="merged")')
     try:
         vllm = import_module("vllm.distributed.weight_transfer")
@@ -64,6 +119,14 @@ def vllm_transfer(source: WeightSource, init_info, client) -> VLLMTransfer:
             f"iter_full): {error}; install it with `pip install 'vllm>={_OLDEST}'`, or send with "
             "zeropp_fp8.handover.Transfer, which needs none"
         ) from error
+    if getattr(init_info, "backend", None) == "sparse_nccl":
+        others = [declared for declared in source.metadata() if declared.dtype not in _IN_PATCHES]
+        if others:
+            raise ValueError(
+                f"vllm_transfer: {others[0].name} is {others[0].dtype}, and vLLM's sparse patches hold weights of 16 "
+                'and 32 bits: use NCCLTrainerInitInfo, or WeightSource(..., format="none")'
+            )
+        return VLLMSparseTransfer(source, factory.trainer_init(init_info=init_info, client=client))
 
     class Replayed(base):
         """The plugin's source as one of vLLM's, with the `weights` that a hand-over is to send."""
@@ -72,7 +135,6 @@ def vllm_transfer(source: WeightSource, init_info, client) -> VLLMTransfer:
 
         @cached_property
         def metadata(self):
-            source.forget()  # else only what is due is declared
             return [meta(*declared) for declared in source.metadata()]
 
         def iter_full(self):
