@@ -10,8 +10,8 @@ trl, trl-lora      stock DeepSpeed, and what TRL with vLLM iterates over: parame
                    model at once, merged in its own dtype
 merged, ...-lora   zeropp: `weights="merged"`, block by block, adapters merged in fp32
 fp8                zeropp with FP8 compute and weights that travel in FP8: `format="fp8"`, the codes that training uses
-changed-lora       zeropp: as it is without being told, after a step that trained adapters alone
-adapters-lora      the same to an engine that takes adapters: `takes_adapters=True`
+changes, ...-lora  zeropp: `Changes`, the elements that a step has changed, places and values
+adapters-lora      zeropp: `weights="adapters"`
 merged-qlora, adapters-qlora   on frozen weights that rest in NF4
 
 "payload" is what the engine gets, "gathered" what a rank of the trainer sends for it by the ledger of the plugin (stock
@@ -37,20 +37,21 @@ from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell
 from benchmarks.harness.zero3 import ds_config
-from examples.options import whole
+from examples.options import finite, whole
 
 FP8 = {"compute": {"format": "fp8", "scaling": "current"}, "weights": {"format": "fp8_e4m3"}}
 # run: (section of the plugin, LoRA, arguments of WeightSource)
 RUNS: dict[str, tuple[dict | None, bool, dict]] = {
     "trl": (None, False, {}),
-    "merged": ({"recipe": "zeropp"}, False, {"weights": "merged"}),
+    "merged": ({"recipe": "zeropp"}, False, {}),
+    "changes": ({"recipe": "zeropp"}, False, {}),
     "fp8": ({"recipe": "zeropp", **FP8}, False, {"format": "fp8"}),
     "trl-lora": (None, True, {}),
-    "merged-lora": ({"recipe": "zeropp"}, True, {"weights": "merged"}),
-    "changed-lora": ({"recipe": "zeropp"}, True, {}),
-    "adapters-lora": ({"recipe": "zeropp"}, True, {"takes_adapters": True}),
-    "merged-qlora": ({"recipe": "qlora"}, True, {"weights": "merged"}),
-    "adapters-qlora": ({"recipe": "qlora"}, True, {"takes_adapters": True}),
+    "merged-lora": ({"recipe": "zeropp"}, True, {}),
+    "changes-lora": ({"recipe": "zeropp"}, True, {}),
+    "adapters-lora": ({"recipe": "zeropp"}, True, {"weights": "adapters"}),
+    "merged-qlora": ({"recipe": "qlora"}, True, {}),
+    "adapters-qlora": ({"recipe": "qlora"}, True, {"weights": "adapters"}),
 }
 
 
@@ -66,7 +67,7 @@ def engine_of(run: str, args, device: torch.device):
     config = ds_config(section, 1, small=size.small, lean=True, bf16=args.bf16)
     model = sharded_llama(size, config)
     model = with_adapters(model, 0) if lora else model
-    engine = deepspeed.initialize(model=model, optimizer=adamw(model, device), config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model, device, lr=args.lr), config=config)[0]
     batches = random_tokens(size.vocabulary, 1, 64, device)
 
     def step() -> None:
@@ -105,11 +106,21 @@ class OfTrl:
         """TRL's other ranks iterate as the first one does."""
         return self._weights()
 
-    def forget(self) -> None:
-        """It remembers nothing."""
 
-    def agree(self) -> None:
-        """All of it is always due."""
+class OfChanges:
+    """A transfer of what has changed, to nowhere."""
+
+    def __init__(self, source) -> None:
+        from zeropp_fp8.handover import Changes
+
+        self._changes = Changes(source)
+        self.sent_bytes = self.peak_bucket_bytes = 0
+
+    def send_weights(self) -> None:
+        for patches in self._changes:
+            sizes = [patch.indices.nbytes + patch.values.nbytes for patch in patches]
+            self.sent_bytes += sum(sizes)
+            self.peak_bucket_bytes = max(self.peak_bucket_bytes, sum(sizes))
 
 
 def source_of(run: str, engine):
@@ -119,9 +130,12 @@ def source_of(run: str, engine):
     return OfTrl(engine) if RUNS[run][0] is None else WeightSource(engine, **RUNS[run][2])
 
 
-def transfer_of(source, limit: int):
+def transfer_of(run: str, source, limit: int):
     """A transfer whose engine takes whatever it is sent, at once."""
     from zeropp_fp8.handover import Transfer, TransferInit
+
+    if run.startswith("changes"):
+        return OfChanges(source)
 
     client = SimpleNamespace(
         init_weight_transfer_engine=lambda info: None,
@@ -162,7 +176,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         set_rate_everywhere(None)
     engine, step = engine_of(run, args, device)
     source = source_of(run, engine)
-    transfer = transfer_of(source, args.bucket * 2**20)
+    transfer = transfer_of(run, source, args.bucket * 2**20)
     meter = Meter(device)
     transfer.send_weights()
     if args.gbit:
@@ -221,6 +235,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command(__doc__, "handover", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
     add_link(parser)
     parser.add_argument("--bucket", type=whole(1), default=256 if on_gpu else 1, help="MiB (default %(default)s)")
+    parser.add_argument("--lr", type=finite(above=0), default=1e-6, help="of the steps in between (default %(default)g)")
     parser.add_argument("--repeats", type=whole(1), default=3, help="hand-overs; the fastest counts")
     parser.add_argument("--rounds", type=whole(1), default=1, help="every other one backwards")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)
@@ -234,7 +249,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 QUESTION = Question(
     name="handover",
     parse=parse,
-    settings=("size", "ranks", "nodes", "gbit", "bucket", "repeats", "bf16"),
+    settings=("size", "ranks", "nodes", "gbit", "bucket", "lr", "repeats", "bf16"),
     work=measure,
     line=lambda row: f"{row['run']}: {row['ms']:.1f} ms, {row['payload_bytes'] / 1e6:.2f} MB",
     compared=lambda result: {},

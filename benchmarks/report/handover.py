@@ -8,11 +8,12 @@ from benchmarks.report.rows import fastest
 LABELS = {
     "trl": "all trained: TRL, stock",
     "merged": "`zeropp`, all weights",
+    "changes": "`zeropp`, the elements that a step has changed",
     "fp8": '`zeropp` with FP8 compute, `format="fp8"`',
     "trl-lora": "LoRA: TRL, stock",
     "merged-lora": "`zeropp`, merged",
-    "changed-lora": "`zeropp`, merged, what a step has changed",
-    "adapters-lora": "`zeropp`, the adapter, which a step has changed",
+    "changes-lora": "`zeropp`, merged, the elements that a step has changed",
+    "adapters-lora": "`zeropp`, the adapter",
     "merged-qlora": "`qlora`, merged",
     "adapters-qlora": "`qlora`, the adapter",
 }

@@ -65,7 +65,7 @@ WAYS = {
 
 
 def test_changes_through_vllm_s_own_engines():
-    """Its sparse engines load every bit; all at first and after a failure; nothing is said where nothing has changed."""
+    """Its sparse engines load every bit; all at first and after a failure; where nothing changed nothing is said."""
     first, second = run_two(vllm_jobs.changes_to_vllm, wheel=WHEEL, ways=WAYS)
     for found in (first, second):
         assert found.pop("codes").startswith("ValueError: vllm_transfer: ")

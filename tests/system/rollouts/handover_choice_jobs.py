@@ -37,12 +37,12 @@ def plain(weights):
     return {n.replace(".base_layer", "").replace(".original_module", ""): weights[key] for key, n in names.items()}
 
 
-def expected(engine, kind, tie, merged):
+def expected(engine, kind, tie, bias, merged):
     """Return what an engine has to hold, of weights gathered by DeepSpeed, by PEFT on an ordinary model."""
     weights, module = full_weights(engine.module), engine.module
     if kind == "none" or merged:
         return plain(weights)
-    ordinary = model_of(kind, tie).float()
+    ordinary = model_of(kind, tie, bias).float()
     ordinary.load_state_dict(weights, strict=False)
     ordinary.set_adapter(module.active_adapter)
     return dict(ordinary.merge_and_unload().named_parameters())
@@ -55,10 +55,10 @@ class Story:
         found: {what has happened: (whether the engine holds what it has to, and nothing else came; elements that came)}
     """
 
-    def __init__(self, engine, kind, tie, options):
+    def __init__(self, engine, kind, tie, options, bias):
         self.engine, self.found, self.merged = engine, {}, False
         self.receiver = Receiver(WeightSource(engine, **options))
-        self.how, self.codes = {"kind": kind, "tie": tie}, "format" in options
+        self.how, self.codes = {"kind": kind, "tie": tie, "bias": bias}, "format" in options
 
     def tell(self, happened, action=lambda: None):
         action()
@@ -99,7 +99,7 @@ def chosen(folder, cases):
         engine = make_engine(model_of(*how[:2], bias=kept > 0), config, lr=1e-2)
         train(engine, 1)
         engine.save_checkpoint(f"{folder}/{case}")
-        story = Story(engine, *how)
+        story = Story(engine, *how, bias=kept > 0)
         told[case] = story.found
         happens(story, f"{folder}/{case}")
         engine.destroy()

@@ -179,7 +179,6 @@ def test_to_another_process(tmp_path):
 
 CHOICES = {
     "merged": ("lora", True, {}, 0),
-    "modules": ("modules to save", False, {}, 0),
     "codes": ("lora", False, {"format": "fp8"}, 0),
     "frozen": ("none", False, {}, 0),
     "kept gathered": ("lora", False, {}, 608),
@@ -230,11 +229,13 @@ def test_benchmark(capsys):
     pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
     args = handover.parse(["--ranks", "2", "--size", "tiny-bytes", "--repeats", "1"])
     args.round = 0
-    names = ["merged", "trl-lora", "merged-lora", "adapters-lora"]
+    names = ["merged", "changes", "trl-lora", "merged-lora", "changes-lora", "adapters-lora"]
     rows = {row["run"]: row for row in run_two(jobs.measured, runs=names, args=args)[0]}
     size, shape = 4 * 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128), 4 * 128
     ends = 2 * 256 * shape + shape
     assert {rows[run]["payload_bytes"] for run in ("merged", "trl-lora", "merged-lora")} == {size + ends}
+    assert 0 < rows["changes"]["payload_bytes"] <= 2 * (size + ends)  # in fp32 a place is as large as a value
+    assert 0 < rows["changes-lora"]["payload_bytes"] <= 2 * (size - 4 * 2 * 2 * 128)  # not the norms
     of_lora = rows["adapters-lora"]["payload_bytes"]
     assert 0 < of_lora < size / 2 and rows["trl-lora"]["there_bytes"] == size + ends + of_lora
     assert rows["merged-lora"]["there_bytes"] == (size + of_lora) / 2
