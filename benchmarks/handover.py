@@ -113,11 +113,11 @@ class OfChanges:
     def __init__(self, source) -> None:
         from zeropp_fp8.handover import Changes
 
-        self._changes = Changes(source)
+        self.changes = Changes(source)
         self.sent_bytes = self.peak_bucket_bytes = 0
 
     def send_weights(self) -> None:
-        for patches in self._changes:
+        for patches in self.changes:
             sizes = [patch.indices.nbytes + patch.values.nbytes for patch in patches]
             self.sent_bytes += sum(sizes)
             self.peak_bucket_bytes = max(self.peak_bucket_bytes, sum(sizes))
@@ -201,7 +201,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         "gathered_bytes_per_rank": gathered,
         "tx_bytes_per_node": crossed,
         "tensors": len(source.metadata()),
-        "there_bytes": there_at_once(engine, source),
+        "there_bytes": there_at_once(engine, getattr(transfer, "changes", source)),
         "largest_bucket_bytes": transfer.peak_bucket_bytes,
         "peak_bytes": peak,
     }
@@ -235,7 +235,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command(__doc__, "handover", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
     add_link(parser)
     parser.add_argument("--bucket", type=whole(1), default=256 if on_gpu else 1, help="MiB (default %(default)s)")
-    parser.add_argument("--lr", type=finite(above=0), default=1e-6, help="of the steps in between (default %(default)g)")
+    parser.add_argument("--lr", type=finite(above=0), default=1e-6, help="of steps (default %(default)g)")
     parser.add_argument("--repeats", type=whole(1), default=3, help="hand-overs; the fastest counts")
     parser.add_argument("--rounds", type=whole(1), default=1, help="every other one backwards")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)

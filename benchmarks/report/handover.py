@@ -49,13 +49,12 @@ def stand_in_says(result: dict) -> str:
     """Return what a process that stands in for an engine got over NCCL."""
     rows = {row["run"]: row for row in result["rows"]}
     assert all(row["equal"] for row in rows.values())
-    merged, mb = rows["merged"], {way: f"{row['after a step'] / 1e6:.1f}" for way, row in rows.items()}
+    merged = rows["merged"]
     return paragraph(
         f"""Over NCCL, from one {result["hardware"]["gpu"]} to another (`tests/gpu/test_gpu_handover.py`), a stand-in
-        for an engine, which reads the stream by itself, held the trainer's bits after each of two hand-overs: of a
-        model of {merged["model"] / 1e6:.1f} MB in {merged["messages"]} messages, then of what a step had changed,
-        {mb["merged"]} MB with adapters merged, {mb["fp8"]} in FP8 and {mb["apart"]} where the engine takes adapters.
-        The trainer's memory grew by {max(row["grown"] for row in rows.values()) / 1e6:.0f} MB meanwhile."""
+        for an engine, which reads the stream by itself, held the trainer's bits of a model of
+        {merged["model"] / 1e6:.1f} MB, which came in {merged["messages"]} messages. The trainer's memory grew by
+        {max(row["grown"] for row in rows.values()) / 1e6:.0f} MB meanwhile."""
     )
 
 

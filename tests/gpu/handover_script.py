@@ -3,6 +3,7 @@
 PYTHONPATH=.:tests python tests/gpu/handover_script.py FOLDER [RESULT.json]
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from stand_in import Trainer
 import zeropp_fp8
 from benchmarks.harness.environment import describe
 from benchmarks.harness.results import write_result
-from zeropp_fp8.handover import Transfer, TransferGroup, TransferInit, WeightSource
+from zeropp_fp8.handover import Changes, Transfer, TransferGroup, TransferInit, WeightSource
 
 LIMIT = 4 << 20
 
@@ -34,6 +35,22 @@ def engine_of():
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     config = ds_config(section("lossless", ranks_per_node=1), "bf16")
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def changes(engine, step):
+    """Elements that came in two hand-overs, and whether a copy has every bit after each."""
+    source, held, found = WeightSource(engine), {}, []
+    brought = Changes(source)
+    for _ in range(2):
+        came = 0
+        for name, shape, indices, values in itertools.chain.from_iterable(brought):
+            kept = held.setdefault(name, torch.zeros(shape, dtype=values.dtype, device=values.device))
+            kept.view(-1)[indices.long()] = values
+            came += len(indices)
+        same = all(torch.equal(held[n].view(torch.uint8), t.view(torch.uint8)) for n, t in source)
+        found.append((came, same))
+        step()
+    return found
 
 
 def main(folder, out=None):
@@ -50,7 +67,7 @@ def main(folder, out=None):
 
     step()
     port = dist.TCPStore("127.0.0.1", 0, 1, True).port + 1
-    ways = {"merged": {}, "fp8": {"format": "fp8"}, "apart": {"takes_adapters": True}}
+    ways = {"merged": {}, "fp8": {"format": "fp8"}, "adapters": {"weights": "adapters"}}
     for number, (way, options) in enumerate(ways.items()):
         address, file = f"{folder}/socket{number}", f"{folder}/held{number}.pt"
         script = Path(__file__).parents[1] / "stand_in.py"
@@ -89,8 +106,10 @@ def main(folder, out=None):
             "model": sum(p.ds_numel * 2 for p in engine.module.parameters()),
             "adapters": sum(p.ds_numel * 2 for p in engine.module.parameters() if p.requires_grad),
         }
+    found["changes"] = changes(engine, step)
     print("RESULT " + json.dumps(found))
     if out:
+        del found["changes"]
         command = "python tests/gpu/handover_script.py FOLDER RESULT.json"
         rows = [{"run": way, **of_way} for way, of_way in found.items()]
         write_result(out, {**describe("handover"), "command": command, "finished": True, "rows": rows})
