@@ -12,14 +12,5 @@ from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
 from zeropp_fp8.zero.handover.transfer import Transfer, TransferGroup, TransferInit, received
 from zeropp_fp8.zero.handover.vllm import vllm_transfer
 
-__all__ = [
-    "Changes",
-    "ParamMeta",
-    "Patch",
-    "Transfer",
-    "TransferGroup",
-    "TransferInit",
-    "WeightSource",
-    "received",
-    "vllm_transfer",
-]
+__all__ = ["Changes", "ParamMeta", "Patch", "Transfer", "TransferGroup", "TransferInit", "WeightSource"]
+__all__ += ["received", "vllm_transfer"]

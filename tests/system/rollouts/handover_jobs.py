@@ -234,7 +234,7 @@ def what_has_changed(cases):
 
 
 def changes_that_fail():
-    """What each rank says where comparing fails on one; then all goes."""
+    """Return what each rank says where comparing fails on one; then all goes."""
     from unittest import mock
 
     engine, said = engine_of("zeropp", dtype="bf16"), {}

@@ -36,7 +36,7 @@ class Patch(NamedTuple):
 
 
 class Changes:
-    """What differs from what went last; everything at first. Made on every rank.
+    """The elements that differ from what went last; all at first. Made on every rank.
 
     Attributes:
         version: how many times it has gone as a whole.
@@ -125,7 +125,7 @@ class Changes:
         return patches
 
     def _brought(self, own: Tensor, sizes: list[int]) -> Tensor:
-        """What all ranks have, one after the other, on rank 0; nothing elsewhere. Collective."""
+        """The bytes of all ranks, one after the other, on rank 0; nothing elsewhere. Collective."""
         session = self._source.session
         topology, ranks = session.topology, range(session.topology.world_size)
         receives = topology.rank == RECEIVER

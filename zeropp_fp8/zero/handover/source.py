@@ -29,8 +29,6 @@ from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.contents import NAME, Contents, Group
 from zeropp_fp8.zero.handover.float8 import Float8Weights
 from zeropp_fp8.zero.holders import engine_of
-from zeropp_fp8.zero.placement import Range
-from zeropp_fp8.zero.session import Session
 
 WEIGHTS = ("merged", "base", "adapters")
 FORMATS = ("none", "fp8")
@@ -49,7 +47,7 @@ class OwnPart(NamedTuple):
 
     name: str
     shape: torch.Size
-    ranges: list[Range]
+    ranges: list[tuple[int, int]]  # (first element, how many)
     values: Tensor
 
 
@@ -77,13 +75,13 @@ class WeightSource:
         engine = engine_of(engine, NAME)
         offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
         self._gatherer: Gatherer = offload.gatherer
+        self.session = self._gatherer.session
         model = engine.module if weights == "adapters" else base_model(engine.module, NAME)
         self._float8 = None
         if format == "fp8":
-            session = self._gatherer.session
             parts = list(itertools.chain.from_iterable(groups(model)))
-            conversion = None if session.formats.fell_back else session.conversion
-            self._float8 = Float8Weights(parts, conversion, session.config.compute.skip_modules)
+            conversion = None if self.session.formats.fell_back else self.session.conversion
+            self._float8 = Float8Weights(parts, conversion, self.session.config.compute.skip_modules)
         self._contents = Contents(engine.module, model, weights, self._float8)
         self._by_shards = Contents(engine.module, model, weights, self._float8, self._gatherer.ownership.has)
         self.gives_adapters = weights == "adapters"
@@ -148,11 +146,6 @@ class WeightSource:
         lockstep.raise_everywhere()
 
     # -- changes.py: each rank's own part of all tensors --------------------------------------------------------------
-
-    @property
-    def session(self) -> Session:
-        """The engine's."""
-        return self._gatherer.session
 
     def own_parts(self, lockstep: Lockstep) -> Iterator[list[OwnPart]]:
         """This rank's part of every tensor, a group at a time; of what goes as it lies on the ranks without a gather.
