@@ -155,8 +155,8 @@ def rlhf_quality(result: dict) -> str:
         return f"[{', '.join(f'{100 * bound:.1f}' for bound in bounds)}]"
 
     rows = []
-    for recipe, label in {"stock": "bf16", "fp8-lm": "`fp8-lm`"}.items():
-        rows.append([label])
+    for recipe in dict.fromkeys(line["recipe"] for line in result["lines"]):
+        rows.append(["bf16" if recipe == "stock" else f"`{recipe}`"])
         for policy in ("sft", "ppo", "grpo"):
             line = found[recipe, policy]
             rows[-1].append(f"{100 * line['mean']:.1f} % {interval(line['interval'])}")
@@ -195,6 +195,24 @@ MACHINES = ("h200-2-25gbit", "h200-4-25gbit", "h200-2-nvlink")
 STEP_FILES = tuple(f"rlhf_step/{name}{part}" for name in MACHINES for part in ("", "-full"))
 FULL_H100 = "rlhf_step/h100-2-25gbit-full"
 LIMITS = tuple(f"rlhf_limits/h200-1-local-{part}" for part in ("lora_24gib", "lora_40gib", "full_64gib"))
+
+
+def rlhf_exact(result: dict) -> str:
+    """Scores with exact differences of weights, which are stock's where gradients are exact too."""
+    scores = {
+        (row["recipe"], row["seed"]): [row[policy] for policy in ("sft", "ppo", "grpo")] for row in result["rows"]
+    }
+    seeds = sorted({seed for _, seed in scores})
+    assert all(scores["stock", seed] == scores["lossless-exact", seed] for seed in seeds)
+    said = paragraph(
+        f"""With exact differences and the gradients of `lossless`, SFT, PPO and GRPO of the small model score what
+        stock ZeRO-3 does, digit for digit, with each of {len(seeds)} seeds ({result["settings"]["ranks"]} ranks of a
+        CPU as {result["settings"]["ranks"]} nodes, {result["settings"]["iterations"]} iterations). With quantized gradients (`zeropp-exact`) the means
+        are inside stock's intervals, which are wide with so few seeds:"""
+    )
+    return f"{said}\n\n{rlhf_quality(result)}"
+
+
 BLOCKS = {
     "rlhf_step": Block(rlhf_step, STEP_FILES, cut_short=("rlhf_step/h200-4-25gbit",)),
     "rlhf_step_says": Block(rlhf_step_says, ("rlhf_step/h200-4-25gbit-full", "rlhf_step/h200-4-nvlink")),
@@ -206,5 +224,6 @@ BLOCKS = {
     "rlhf_sft": Block(rlhf_sft, ("rlhf_sft/h200-1-local",)),
     "rlhf_sft_says": Block(rlhf_sft_says, ("fp8_stack/h200-1-local-transformers", "rlhf_step/h200-1-local")),
     "rlhf_quality": Block(rlhf_quality, ("rlhf_quality/h200-1-local",)),
+    "rlhf_exact": Block(rlhf_exact, ("rlhf_quality/cpu-2-gloo-exact",), cut_short=("rlhf_quality/cpu-2-gloo-exact",)),
     "rlhf_demo": Block(rlhf_demo, ("rlhf_demo/cpu-2-gloo",)),
 }

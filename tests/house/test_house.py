@@ -17,7 +17,7 @@ from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 964,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
+    "": 967,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2094,
     "compute": 2093,
     "config": 1904,
@@ -32,9 +32,9 @@ LINES = {
     "zero/checkpoint": 385,
     "zero/export": 424,
     "zero/frozen": 1294,
-    "zero/gather": 2697,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2689,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
-    "zero/handover": 867,
+    "zero/handover": 1024,
     "zero/owners": 925,
     "zero/reduce": 1510,
     "zero/states": 913,
