@@ -207,8 +207,9 @@ def rlhf_exact(result: dict) -> str:
     said = paragraph(
         f"""With exact differences and the gradients of `lossless`, SFT, PPO and GRPO of the small model score what
         stock ZeRO-3 does, digit for digit, with each of {len(seeds)} seeds ({result["settings"]["ranks"]} ranks of a
-        CPU as {result["settings"]["ranks"]} nodes, {result["settings"]["iterations"]} iterations). With quantized gradients (`zeropp-exact`) the means
-        are inside stock's intervals, which are wide with so few seeds:"""
+        CPU as {result["settings"]["ranks"]} nodes, {result["settings"]["iterations"]} iterations). With
+        quantized gradients (`zeropp-exact`) the means are inside stock's intervals, which are wide with so few
+        seeds:"""
     )
     return f"{said}\n\n{rlhf_quality(result)}"
 

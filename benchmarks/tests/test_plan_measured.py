@@ -86,10 +86,16 @@ def test_a_machine_is_held_to_what_is_known():
 
 
 def test_quantized_runs_on_slow_links_need_no_fit():
-    """Where the wire bounds the step, the constants fitted to other people's runs predict this project's."""
+    """Where the wire bounds the step, the constants fitted to other people's runs predict this project's.
+
+    Not so where the host does, as in the eager runs of h200-4-25_10gbit (docs/planning.md: 6.8 ms a block, 3.9 in the
+    preset), nor exact differences, which take 11 to 33 % longer than modelled there.
+    """
     points = [p for p in load_points(RESULTS) if p.run.startswith("zeropp") and p.run in METHODS]
     points = [p for p in points if p.job.cluster.nodes > 1 and p.job.cluster.world_size == 4]
-    assert len(points) == 12
+    host_bound = [p for p in points if p.source == "h200-4-25_10gbit.json" or p.run.startswith("zeropp-exact")]
+    points = [p for p in points if p not in host_bound]
+    assert (len(points), len(host_bound)) == (18, 8)
     for residual in check(points, EMULATED_H200):
         assert abs(residual.error) < 0.05, residual.point.label
 
