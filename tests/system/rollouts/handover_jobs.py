@@ -251,9 +251,19 @@ def changes_that_fail():
 
     with mock.patch.object(Changes, "_compared", changed):
         said["failing"] = attempt(receiver.update)
-    receiver.changes.forget()
     receiver.held.clear()
     said["then"] = receiver.update()
+
+    def stop():
+        with contextlib.closing(iter(receiver.changes)) as groups:
+            for number, _ in enumerate(groups):
+                if dist.get_rank() == 0 and number == 1:
+                    raise OSError("the engine is gone")
+
+    train(engine, 1)
+    said["stopped"] = attempt(stop)
+    receiver.held.clear()
+    said["again"] = receiver.update()
     said["adapters"] = attempt(lambda: Changes(WeightSource(engine_of(adapters="lora"), weights="adapters")))
     with mock.patch("zeropp_fp8.zero.handover.changes._MOST", 1000):
         receiver.changes.forget()

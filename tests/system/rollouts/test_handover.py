@@ -84,9 +84,11 @@ def test_elements_that_have_changed():
 
 
 def test_changes_that_fail():
-    """Every rank says so; what cannot be had is refused."""
-    for said in run_two(jobs.changes_that_fail):
-        failed = "RuntimeError: comparing weights with what was handed over failed on rank"
+    """Every rank says so, and all goes next; what cannot be had is refused."""
+    failed = "RuntimeError: comparing weights with what was handed over failed on rank"
+    for rank, said in enumerate(run_two(jobs.changes_that_fail)):
+        early = f"{failed} 0: RuntimeError: the iteration was ended before the last tensor"
+        assert said["stopped"] == (early if rank else "OSError: the engine is gone") and said["again"] == (True, True)
         assert said["failing"] == f"{failed} 1: MemoryError: no room to compare"
         assert said["then"] == (True, True)
         assert said["adapters"].startswith("ValueError: Changes: adapters are small; iterate over their WeightSource")

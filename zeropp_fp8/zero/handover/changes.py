@@ -58,18 +58,30 @@ class Changes:
     def __iter__(self) -> Iterator[list[Patch]]:
         """A group of tensors at a time: on rank 0 the patches of those that have changed, on others none.
 
-        Collective: every rank iterates to the end, between steps. What is yielded counts as handed over: who fails to
-        do so calls `forget`.
+        Collective, between steps. What is yielded counts as handed over: a user that fails to do so calls `forget`. Who
+        stops before the end goes on for the others when the iterator is closed, and they raise; then all goes next.
 
         Raises:
-            RuntimeError: a rank has failed; on every rank, after all is compared.
+            RuntimeError: a rank has failed, or stopped early; on every rank, after all is compared.
         """
         if not all(gather_objects(bool(self._held), self._source.session.topology.group)):
             self.forget()
         lockstep = Lockstep("comparing weights with what was handed over")
-        for parts in self._source.own_parts(lockstep):
-            yield self._collected(parts, lockstep.call(lambda parts=parts: self._changed(parts)) or self._nothing)
-        lockstep.raise_everywhere()
+        groups = self._source.own_parts(lockstep)
+        try:
+            for parts in groups:
+                yield self._collected(parts, lockstep.call(lambda parts=parts: self._changed(parts)) or self._nothing)
+            lockstep.raise_everywhere()
+        except GeneratorExit:
+            lockstep.error = lockstep.error or RuntimeError("the iteration was ended before the last tensor")
+            for parts in groups:
+                self._collected(parts, self._nothing)
+            self.forget()
+            lockstep.failures()
+            raise
+        except RuntimeError:
+            self.forget()
+            raise
         self.version += 1
 
     @property
