@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from zeropp_fp8.comm import gather_objects
 
@@ -43,3 +44,18 @@ class Lockstep:
         failures = self.failures()
         if failures:
             raise RuntimeError(failures[0]) from self.error
+
+
+def consume(what: str, items: Iterator, action: Callable[[Iterator], object], here: bool = True) -> None:
+    """Let `action` take from an iterator whose steps are collective, and drain what it leaves, for the other ranks.
+
+    Args:
+        what, here: as of Lockstep.
+
+    Raises:
+        RuntimeError: a rank has failed; on every rank.
+    """
+    lockstep = Lockstep(what, here)
+    lockstep.call(action, items)
+    lockstep.always(deque, items, 0)
+    lockstep.raise_everywhere()

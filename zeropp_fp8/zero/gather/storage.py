@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.route import Route
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 class Storage(ABC):
@@ -130,5 +130,5 @@ class Storage(ABC):
         shard = sharded.unpadded(param, own.numel()).to(own.device)
         if own.dtype != shard.dtype:
             return torch.ones((), dtype=torch.uint8, device=self.route.device)
-        bits = _BITS[own.dtype.itemsize]
+        bits = BITS[own.dtype.itemsize]
         return (own.view(bits) != shard.view(bits)).any().to(self.route.device, torch.uint8)

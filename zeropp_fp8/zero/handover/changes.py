@@ -19,10 +19,10 @@ from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.topology import INTER, INTRA
 from zeropp_fp8.zero.export.lockstep import Lockstep
+from zeropp_fp8.zero.gather.storage import BITS
 from zeropp_fp8.zero.handover.source import OwnPart, WeightSource
 
 RECEIVER = 0  # the rank that gets them
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST = 2**31  # elements of a tensor whose places are 32 bits
 
 
@@ -98,7 +98,7 @@ class Changes:
         """int32 places in the full tensor of what has changed, and the values there."""
         if part.shape.numel() >= _MOST:
             raise ValueError(f"{part.name} has {part.shape.numel()} elements; places of changes are below {_MOST}")
-        bits = part.values.contiguous().view(_BITS[part.values.element_size()])
+        bits = part.values.contiguous().view(BITS[part.values.element_size()])
         held = self._held.get(part.name)
         if held is None:
             self._held[part.name] = bits.clone()

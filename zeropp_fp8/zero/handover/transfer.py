@@ -11,18 +11,18 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp_fp8.zero.export.lockstep import Lockstep
+from zeropp_fp8.zero.export.lockstep import Lockstep, consume
 from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
 
 
@@ -111,11 +111,8 @@ class Sender(ABC):
             RuntimeError: a rank, the engine or the way to it has failed; on every rank.
         """
         declared = self._source.metadata()
-        lockstep = Lockstep("send_weights", here=self._takes)
         weights = iter(self._source) if self._takes else self._source.take_part()
-        lockstep.call(self._send, declared, weights)
-        lockstep.always(deque, weights, 0)  # the rest: gathers that others wait in
-        lockstep.raise_everywhere()
+        consume("send_weights", weights, partial(self._send, declared), self._takes)
 
     @abstractmethod
     def _send(self, declared: list[ParamMeta], weights: Iterator[tuple[str, Tensor]]) -> None:

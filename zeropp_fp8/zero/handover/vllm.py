@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
@@ -11,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from zeropp_fp8.zero.export.lockstep import Lockstep
+from zeropp_fp8.zero.export.lockstep import consume
 from zeropp_fp8.zero.handover.changes import Changes, Patch
 from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
 from zeropp_fp8.zero.handover.transfer import Sender
@@ -62,11 +61,8 @@ class VLLMSparseTransfer:
             RuntimeError: a rank or the engine has failed, or a weight is NaN, which vLLM's patches cannot say; on every
                 rank. Then all goes next time.
         """
-        lockstep, changes = Lockstep("send_weights", here=self.engine.is_sender), iter(self.changes)
-        lockstep.call(self._send, changes)
-        lockstep.always(deque, changes, 0)  # the rest: what others wait in
         try:
-            lockstep.raise_everywhere()
+            consume("send_weights", iter(self.changes), self._send, self.engine.is_sender)
         except RuntimeError:
             self.forget()
             raise
@@ -78,9 +74,10 @@ class VLLMSparseTransfer:
     def _send(self, changes: Iterator[list[Patch]]) -> None:
         patch_of = import_module(_SPARSE).SparseWeightPatch
         for patches in self._begun(changes):
-            nan = [patch.name for patch in patches if patch.values.isnan().any()]
-            if nan:
-                raise RuntimeError(f"{nan[0]} has values that are NaN, which vLLM's sparse patches take for unchanged")
+            are_nan = torch.stack([patch.values.isnan().any() for patch in patches])
+            if are_nan.any():  # one wait for the device per group
+                name = patches[are_nan.int().argmax()].name
+                raise RuntimeError(f"{name} has values that are NaN, which vLLM's sparse patches take for unchanged")
             self.engine.send_weight_chunk([patch_of(p.name, p.indices, p.values, tuple(p.shape)) for p in patches])
 
     def _begun(self, changes: Iterator[list[Patch]]) -> Iterator[list[Patch]]:
