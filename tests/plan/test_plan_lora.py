@@ -216,7 +216,7 @@ def test_codes_take_less_memory_and_traffic_than_16_bits(cluster):
 
 def test_the_page_says_how_well_it_fits():
     """docs/planning.md: every line of its table, from the files it names; held-out errors of short ones. No result with
-    a steady run is missing, and no run is beyond 15 % but the five that the page explains."""
+    a steady run is missing, and no run is beyond 15 % but those that the page explains, five of them steady."""
     lines = re.findall(r"^\| (`.+`): (\d+)\b.* \| (\d+) \| (\d+) % \| (\d+) % \|$", PAGE.read_text(), re.MULTILINE)
     beyond, checked = [], []
     for names, count, constants, *errors in lines:
@@ -233,6 +233,10 @@ def test_the_page_says_how_well_it_fits():
         beyond += [(r.point.source, r.point.run, r.point.job.tokens) for r in residuals if abs(r.error) > 0.15]
         checked += files
     assert beyond == [
+        ("h200-4-25_10gbit.json", "zeropp-exact", 1024),  # Python's time on a slow host
+        ("h200-4-25_10gbit.json", "fp8-lm", 1024),  # at 10 Gbit/s, by all-to-alls that do not fill the link
+        ("h200-4-25_10gbit.json", "fp8-lm-zeropp", 1024),
+        ("h200-4-25_10gbit-compiled.json", "fp8-lm-compiled", 1024),
         ("h100-2-25gbit.json", "fp8-lm", 1024),  # by all-to-alls that do not fill the link
         ("h100-2-25gbit-sockets-compiled.json", "zeropp-compiled", 1024),  # not steady, like the next two
         ("h100-2-pcie.json", "fsdp2-compiled", 1024),
