@@ -4,13 +4,14 @@
     python -m benchmarks.handover --ranks 2                                    # a small model on a CPU
 
 A random Llama after a training step; bf16 on GPUs. What is measured is the trainer's side: gathering, merging, rounding
-and packing into buckets; the buckets go nowhere. All of the weights are trained, or LoRA beside them:
+and comparing; what comes of it goes nowhere. All of the weights are trained, or LoRA beside them:
 
 trl, trl-lora      stock DeepSpeed, and what TRL with vLLM iterates over: parameter by parameter; with LoRA the whole
                    model at once, merged in its own dtype
 merged, ...-lora   zeropp: `weights="merged"`, block by block, adapters merged in fp32
 fp8                zeropp with FP8 compute and weights that travel in FP8: `format="fp8"`, the codes that training uses
 changes, ...-lora  zeropp: `Changes`, the elements that a step has changed, places and values
+updates, ...-lora  zeropp: `Updates`, exact differences
 adapters-lora      zeropp: `weights="adapters"`
 merged-qlora, adapters-qlora   on frozen weights that rest in NF4
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 
 import torch
@@ -45,10 +47,12 @@ RUNS: dict[str, tuple[dict | None, bool, dict]] = {
     "trl": (None, False, {}),
     "merged": ({"recipe": "zeropp"}, False, {}),
     "changes": ({"recipe": "zeropp"}, False, {}),
+    "updates": ({"recipe": "zeropp"}, False, {}),
     "fp8": ({"recipe": "zeropp", **FP8}, False, {"format": "fp8"}),
     "trl-lora": (None, True, {}),
     "merged-lora": ({"recipe": "zeropp"}, True, {}),
     "changes-lora": ({"recipe": "zeropp"}, True, {}),
+    "updates-lora": ({"recipe": "zeropp"}, True, {}),
     "adapters-lora": ({"recipe": "zeropp"}, True, {"weights": "adapters"}),
     "merged-qlora": ({"recipe": "qlora"}, True, {}),
     "adapters-qlora": ({"recipe": "qlora"}, True, {"weights": "adapters"}),
@@ -107,20 +111,32 @@ class OfTrl:
         return self._weights()
 
 
-class OfChanges:
-    """A transfer of what has changed, to nowhere."""
+class Iterated:
+    """Takes all weights of a source on rank 0, and sends them nowhere.
+
+    Attributes:
+        sent_bytes: what an engine would have got so far.
+    """
 
     def __init__(self, source) -> None:
-        from zeropp_fp8.handover import Changes
-
-        self._changes = Changes(source)
-        self.sent_bytes = self.peak_bucket_bytes = 0
+        self._source, self.sent_bytes = source, 0
 
     def send_weights(self) -> None:
-        for patches in self._changes:
-            sizes = [patch.indices.nbytes + patch.values.nbytes for patch in patches]
-            self.sent_bytes += sum(sizes)
-            self.peak_bucket_bytes = max(self.peak_bucket_bytes, sum(sizes))
+        taken = self._source if torch.distributed.get_rank() == 0 else self._source.take_part()
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in taken)
+
+
+class OfChanges:
+    """Takes what has changed, as elements or as exact differences, and sends it nowhere."""
+
+    def __init__(self, changes) -> None:
+        self._changes, self.sent_bytes = changes, 0
+
+    def send_weights(self) -> None:
+        for came in filter(None, self._changes):
+            patches = [(patch.indices, patch.values) for patch in came] if isinstance(came, list) else []
+            tensors = chain.from_iterable(patches) if patches else came.tensors.values()
+            self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
 
 
 def source_of(run: str, engine):
@@ -130,22 +146,13 @@ def source_of(run: str, engine):
     return OfTrl(engine) if RUNS[run][0] is None else WeightSource(engine, **RUNS[run][2])
 
 
-def transfer_of(run: str, source, limit: int):
-    """A transfer whose engine takes whatever it is sent, at once."""
-    from zeropp_fp8.handover import Transfer, TransferInit
+def transfer_of(run: str, source):
+    """A transfer to nowhere."""
+    from zeropp_fp8.handover import Changes, Updates
 
-    if run.startswith("changes"):
-        return OfChanges(source)
-
-    client = SimpleNamespace(
-        init_weight_transfer_engine=lambda info: None,
-        start_weight_update=lambda: None,
-        update_weights=lambda info: None,
-        finish_weight_update=lambda: None,
-    )
-    nowhere = SimpleNamespace(broadcast=lambda tensor, src: None)
-    info = TransferInit(lambda: nowhere, rank=torch.distributed.get_rank(), packed_buffer_size_bytes=limit)
-    return Transfer.trainer_init(info, client=client, source=source)
+    kinds = {"changes": Changes, "updates": Updates}
+    kind = kinds.get(run.partition("-")[0])
+    return Iterated(source) if kind is None else OfChanges(kind(source))
 
 
 def there_at_once(engine, source: Iterable) -> int:
@@ -176,7 +183,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         set_rate_everywhere(None)
     engine, step = engine_of(run, args, device)
     source = source_of(run, engine)
-    transfer = transfer_of(run, source, args.bucket * 2**20)
+    transfer = transfer_of(run, source)
     meter = Meter(device)
     transfer.send_weights()
     if args.gbit:
@@ -201,8 +208,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         "gathered_bytes_per_rank": gathered,
         "tx_bytes_per_node": crossed,
         "tensors": len(source.metadata()),
-        "there_bytes": None if run.startswith("changes") else there_at_once(engine, source),
-        "largest_bucket_bytes": transfer.peak_bucket_bytes,
+        "there_bytes": there_at_once(engine, source) if isinstance(transfer, Iterated) else None,
         "peak_bytes": peak,
     }
     engine.destroy()
@@ -215,10 +221,8 @@ def show(result: dict) -> None:
     for row in sorted(result["rows"], key=lambda row: -row["ms"]):
         rows[row["run"]] = row  # of several rounds the fastest
     link = f", {settings['gbit']:g} Gbit/s between nodes" if settings["gbit"] else ""
-    print(
-        f"\nHanding weights over: Llama {settings['size']}, {settings['nodes']} node(s), {settings['ranks']} rank(s)"
-        f"{link}, buckets of {settings['bucket']} MiB"
-    )
+    where = f"{settings['nodes']} node(s), {settings['ranks']} rank(s){link}"
+    print(f"\nHanding weights over: Llama {settings['size']}, {where}")
     print(
         f"{'':<16}{'ms':>9}{'payload':>10}{'gathered':>13}{'between':>13}{'there':>9}{'peak':>9}\n"
         f"{'':<25}{'MB':>10}{'MB per rank':>13}{'MB per node':>13}{'MB':>9}{'MB':>9}"
@@ -234,7 +238,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = command(__doc__, "handover", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
     add_link(parser)
-    parser.add_argument("--bucket", type=whole(1), default=256 if on_gpu else 1, help="MiB (default %(default)s)")
     parser.add_argument("--lr", type=finite(above=0), default=1e-6, help="of steps (default %(default)g)")
     parser.add_argument("--repeats", type=whole(1), default=3, help="hand-overs; the fastest counts")
     parser.add_argument("--rounds", type=whole(1), default=1, help="every other one backwards")
@@ -249,7 +252,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 QUESTION = Question(
     name="handover",
     parse=parse,
-    settings=("size", "ranks", "nodes", "gbit", "bucket", "lr", "repeats", "bf16"),
+    settings=("size", "ranks", "nodes", "gbit", "lr", "repeats", "bf16"),
     work=measure,
     line=lambda row: f"{row['run']}: {row['ms']:.1f} ms, {row['payload_bytes'] / 1e6:.2f} MB",
     compared=lambda result: {},

@@ -1,32 +1,36 @@
-"""A process that stands in for an engine which generates: vLLM's four calls, and its way to cut the stream of bytes.
+"""A process that stands in for an engine which generates: vLLM's four calls over a socket, and a Receiver behind them.
 
     python tests/stand_in.py ADDRESS KEY DEVICE FILE
 
-It listens at ADDRESS (a socket's path) for (call, argument), answers with None or what failed, and writes to FILE what
-it has, {name: tensor}, each time an update is finished. It reads messages by itself, not by the package's own function,
-so that it is a second reading of the format: tensors without gaps, and a message ends with the tensor that makes it
-larger than the limit.
+It listens at ADDRESS (a socket's path) for (call, argument, how), answers with None or what failed, and writes to FILE
+its weights, {"held": {name: tensor}, "version": .., "told": ..}, when an update is finished. `how` is None, or what
+goes wrong: "fails" before it does anything, "dies", or "sleeps" first; "lost" lets it forget its weights.
 """
 
+import os
 import sys
-from math import prod
+import time
 from multiprocessing.connection import Client, Listener
 
 
 class Trainer:
-    """The trainer's end: what vLLM calls a VLLMWeightSyncClient. `failing` names a call that fails there."""
+    """The trainer's end: what vLLM calls a VLLMWeightSyncClient. `failing` maps calls to how they go wrong there."""
 
-    def __init__(self, address, key, failing=None):
-        self._connection = Client(address, authkey=key)
-        self.failing, self.calls = failing, []
-
-    def close(self):
-        self._connection.close()
+    def __init__(self, address, key):
+        self._where, self._connection = (address, key), None
+        self.failing, self.calls = {}, []
 
     def _call(self, name, argument=None):
         self.calls.append((name, argument))
-        self._connection.send((name, argument, name == self.failing))
-        error = self._connection.recv()
+        if self._connection is None:
+            address, key = self._where
+            self._connection = Client(address, authkey=key)
+        try:
+            self._connection.send((name, argument, self.failing.get(name)))
+            error = self._connection.recv()
+        except (EOFError, OSError):
+            self._connection = None
+            raise ConnectionError("the engine is gone") from None
         if error is not None:
             raise RuntimeError(f"the engine says: {error}")
 
@@ -44,75 +48,62 @@ class Trainer:
 
 
 class Engine:
+    """Its weights stay from one trainer to the next."""
+
     def __init__(self, device, file):
         import torch
 
-        self.device, self.file, self.held, self.sizes = torch.device(device), file, {}, []
+        from zeropp_fp8.receiving import Receiver
+
+        self.device, self.file, self.receiver, self.group = torch.device(device), file, Receiver(device=device), None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def init(self, told):
-        from zeropp_fp8.handover import TransferGroup
+        from zeropp_fp8.receiving import TransferGroup
 
-        assert told["packed"] is True
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.set_device(self.device)
-        self.limit = told["packed_buffer_size_bytes"]
-        self.group = TransferGroup(told["master_address"], told["master_port"], 1, 2, self.device)
+        if self.group is not None:
+            self.group.leave()
+        self.group = TransferGroup.join(told, 0, self.device)
 
     def start(self, _):
-        self.sizes = []
+        pass
 
-    def update(self, told):
+    def update(self, header):
+        self.receiver.receive(header, self.group)
+
+    def finish(self, version):
         import torch
 
-        waiting = [
-            (name, getattr(torch, dtype), shape)
-            for name, dtype, shape in zip(told["names"], told["dtype_names"], told["shapes"], strict=True)
-        ]
-        if any(map(of_adapter, told["names"])):
-            self.held = {name: tensor for name, tensor in self.held.items() if not of_adapter(name)}
-        while waiting:
-            message, size = [], 0
-            while waiting and size <= self.limit:
-                name, dtype, shape = waiting.pop(0)
-                message.append((name, dtype, shape, size))
-                size += prod(shape) * torch.empty(0, dtype=dtype).element_size()
-            packed = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self.group.broadcast(packed)
-            self.sizes.append(size)
-            for name, dtype, shape, start in message:
-                end = start + prod(shape) * torch.empty(0, dtype=dtype).element_size()
-                values = torch.frombuffer(bytearray(packed[start:end].cpu().numpy().tobytes()), dtype=dtype)
-                self.held[name] = values.reshape(shape)
-
-    def finish(self, _):
-        import torch
-
-        torch.save({"held": self.held, "sizes": self.sizes}, self.file)
-
-
-def of_adapter(name):
-    return name.startswith("base_model.")
+        torch.save({"held": self.receiver.weights, "version": self.receiver.version, "told": version}, self.file)
 
 
 def main(address, key, device, file):
+    engine = Engine(device, file)
+    if os.path.exists(address):
+        os.unlink(address)
     with Listener(address, authkey=key.encode()) as listener:
         print("listening", flush=True)
         while True:
             with listener.accept() as connection:
-                answer(connection, Engine(device, file))
+                answer(connection, engine)
 
 
 def answer(connection, engine):
     while True:
         try:
-            name, argument, fails = connection.recv()
+            name, argument, how = connection.recv()
         except EOFError:
             return
         try:
-            if fails:
+            if how == "dies":
+                os._exit(1)
+            if how == "sleeps":
+                time.sleep(2.0)
+            if how == "fails":
                 raise ValueError(f"{name} is not to be had")
+            if how == "lost":
+                engine.receiver = type(engine.receiver)(device=engine.device)
             getattr(engine, name)(argument)
             connection.send(None)
         except Exception as error:

@@ -9,10 +9,12 @@ LABELS = {
     "trl": "all trained: TRL, stock",
     "merged": "`zeropp`, all weights",
     "changes": "`zeropp`, the elements that a step has changed",
+    "updates": "`zeropp`, exact differences of a step",
     "fp8": '`zeropp` with FP8 compute, `format="fp8"`',
     "trl-lora": "LoRA: TRL, stock",
     "merged-lora": "`zeropp`, merged",
     "changes-lora": "`zeropp`, merged, the elements that a step has changed",
+    "updates-lora": "`zeropp`, merged, exact differences of a step",
     "adapters-lora": "`zeropp`, the adapter",
     "merged-qlora": "`qlora`, merged",
     "adapters-qlora": "`qlora`, the adapter",
@@ -45,21 +47,7 @@ def handover_nccl(result: dict) -> str:
     return f"{handover(result)}\n\n{paragraph(said)}"
 
 
-def stand_in_says(result: dict) -> str:
-    """Return what a process that stands in for an engine got over NCCL."""
-    rows = {row["run"]: row for row in result["rows"]}
-    assert all(row["equal"] for row in rows.values())
-    merged = rows["merged"]
-    return paragraph(
-        f"""Over NCCL, from one {result["hardware"]["gpu"]} to another (`tests/gpu/test_gpu_handover.py`), a stand-in
-        for an engine, which reads the stream by itself, held the trainer's bits of a model of
-        {merged["model"] / 1e6:.1f} MB, which came in {merged["messages"]} messages. The trainer's memory grew by
-        {max(row["grown"] for row in rows.values()) / 1e6:.0f} MB meanwhile."""
-    )
-
-
 BLOCKS = {
-    "stand_in_says": Block(stand_in_says, ("handover/h200-2-nvlink-stand-in",)),
     "handover": Block(handover, ("handover/cpu-2-gloo",)),
     "handover_nccl": Block(handover_nccl, ("handover/h100-2-25gbit",)),
 }

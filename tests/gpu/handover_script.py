@@ -22,9 +22,7 @@ from stand_in import Trainer
 import zeropp_fp8
 from benchmarks.harness.environment import describe
 from benchmarks.harness.results import write_result
-from zeropp_fp8.handover import Changes, Transfer, TransferGroup, TransferInit, WeightSource
-
-LIMIT = 4 << 20
+from zeropp_fp8.handover import Changes, Transfer, WeightSource
 
 
 def engine_of():
@@ -66,7 +64,6 @@ def main(folder, out=None):
         engine.step()
 
     step()
-    port = dist.TCPStore("127.0.0.1", 0, 1, True).port + 1
     ways = {"merged": {}, "fp8": {"format": "fp8"}, "adapters": {"weights": "adapters"}}
     for number, (way, options) in enumerate(ways.items()):
         address, file = f"{folder}/socket{number}", f"{folder}/held{number}.pt"
@@ -75,36 +72,30 @@ def main(folder, out=None):
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         try:
             assert process.stdout.readline() == b"listening\n"
-            where = {"master_address": "127.0.0.1", "master_port": port + number}
             source = WeightSource(engine, **options)
-            info = TransferInit(
-                lambda where=where: TransferGroup(**where, rank=0, world_size=2, device=torch.device("cuda:0")),
-                receivers=where,
-                rank=0,
-                packed_buffer_size_bytes=LIMIT,
-            )
-            transfer = Transfer.trainer_init(info, client=Trainer(address, b"key"), source=source)
+            transfer = Transfer(source, Trainer(address, b"key"), "127.0.0.1")
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             transfer.send_weights()
             grown = torch.cuda.max_memory_allocated() - before
-            messages = len(torch.load(file)["sizes"])
+            first = transfer.sent_bytes
             step()
             transfer.send_weights()
-            held, fresh = torch.load(file), WeightSource(engine, **options)
-            expected = {name: tensor.cpu().clone() for name, tensor in fresh}
+            held = torch.load(file)
+            expected = {name: tensor.cpu().clone() for name, tensor in WeightSource(engine, **options)}
         finally:
             process.kill()
             process.wait()
-        same = [torch.equal(held["held"][n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items()]
+        there = {name: tensor.cpu() for name, tensor in held["held"].items()}
+        same = [torch.equal(there[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items()]
         found[way] = {
-            "equal": all(same) and held["held"].keys() == expected.keys(),
-            "messages": messages,
-            "after a step": sum(held["sizes"]),
-            "grown": grown,  # of the trainer's memory, while it sends
+            "equal": all(same) and there.keys() == expected.keys() and held["version"] == 2,
+            "first": first,
+            "after a step": transfer.sent_bytes - first,
+            "all": sum(tensor.nbytes for tensor in expected.values()),
+            "grown": grown,  # of the trainer's memory, while it sends; what went last stays
             "model": sum(p.ds_numel * 2 for p in engine.module.parameters()),
-            "adapters": sum(p.ds_numel * 2 for p in engine.module.parameters() if p.requires_grad),
         }
     found["changes"] = changes(engine, step)
     print("RESULT " + json.dumps(found))

@@ -27,10 +27,9 @@ def test_handover_over_nccl(tmp_path):
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
     (whole, first), (changed, second) = found.pop("changes")
     assert first and second and 0 < changed < whole
-    assert found["adapters"]["after a step"] == found["adapters"]["adapters"] < found["merged"]["after a step"] / 10, (
-        found
-    )
     for way, of_way in found.items():
-        assert of_way["equal"] and of_way["messages"] > (way != "adapters"), found
-        # A block and a message: a model of 12 blocks is several times that.
-        assert of_way["grown"] < of_way["model"] / 2, found
+        assert of_way["equal"] and of_way["first"] == of_way["all"], found
+        whole = of_way["all"]
+        assert of_way["after a step"] == whole if way == "adapters" else 0 < of_way["after a step"] < whole / 2, found
+        # What went last, and a block as it is gathered and as it is sent: a model of 12 blocks is several times that.
+        assert of_way["grown"] < of_way["model"] * 1.5, found

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "children": {""},
     "integrations": {"zero"},
     "handover": {"zero"},
+    "receiving": {"zero"},
     "plugin": _MIDDLE | {"zero", "numerics"},
     "zero": _MIDDLE,
     "comm": _BASE,

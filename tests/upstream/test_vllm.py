@@ -83,3 +83,15 @@ def test_changes_through_vllm_s_own_engines():
         assert [each[3] for each in rounds[:5]] == [calls, [], calls, ["start", "update"], calls]
         assert [each[4] for each in rounds[:5]] == ["1", "1", "3", "3", "5"]
     assert all(not each[2] and not each[3] for rounds in second.values() for each in rounds)
+
+
+def test_updates_through_our_engine_in_vllm():
+    """vLLM's factory knows it; its loader gets what an update has changed; NaN, which it cannot say, is refused."""
+    first, second = run_two(vllm_jobs.updates_to_vllm, wheel=WHEEL)
+    for found in (first, second):
+        assert [(said, same) for said, same, _ in found[:4]] == [("nothing raised", True)] * 4
+        assert (
+            found[4][0].startswith("RuntimeError: send_weights failed on rank 0: ValueError: ") and "NaN" in found[4][0]
+        )
+    loaded = [elements for _, _, elements in first]
+    assert loaded[0] > loaded[2] > loaded[1] == 0 and loaded[3] == loaded[0]

@@ -13,7 +13,8 @@ from models import full_weights, train
 from ranks import attempt
 from vllm_stubs import Wire, install, joined
 
-from zeropp_fp8.handover import WeightSource, vllm_transfer
+from zeropp_fp8.handover import Transfer, WeightSource, vllm_transfer
+from zeropp_fp8.zero.handover import vllm_engine
 
 
 class Model:
@@ -65,7 +66,8 @@ def worker_of(model: Model, backend: str):
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    config = SimpleNamespace(parallel_config=None, model_config=None)
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    config = SimpleNamespace(parallel_config=parallel, model_config=None)
     return WeightTransferEngineFactory.create_engine(
         WeightTransferConfig(backend=backend), config, torch.device("cpu"), model
     )
@@ -121,6 +123,56 @@ def changes_to_vllm(wheel: str, ways: dict) -> dict:
             codes = WeightSource(engine, format="fp8")
             found["codes"] = attempt(lambda codes=codes, client=client: vllm_transfer(codes, told, client))
         engine.destroy()
+    return found
+
+
+def updates_to_vllm(wheel: str) -> list:
+    """[(what is said, equal, elements that the model loads)]: at first, at once, after a step, after the engine
+    was started again, and with NaN."""
+    install(Path(wheel))
+    from unittest import mock
+
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as patching
+
+    if dist.get_rank() == 0 and vllm_engine.BACKEND not in WeightTransferEngineFactory._registry:
+        vllm_engine.register()
+    engine, model, found, loaded = handover_jobs.engine_of("zeropp", dtype="bf16"), Model(), [], []
+    source = WeightSource(engine)
+    model.weights = {n: torch.zeros(shape, dtype=dtype) for n, dtype, shape in source.metadata()}
+    here = dist.get_rank() == 0
+    client = Client(worker_of(model, vllm_engine.BACKEND), model) if here else None
+    known = patching.load_checkpoint_weight_patches
+
+    def counted(model, patches):
+        loaded.append(sum(len(patch.indices) for patch in patches))
+        return known(model, patches)
+
+    transfer = Transfer(source, client, "127.0.0.1", seconds=30)
+
+    def send():
+        loaded.clear()
+        said = attempt(transfer.send_weights)
+        whole = handover_jobs.copied(source)
+        same = not here or all(torch.equal(model.weights[n], tensor) for n, tensor in whole.items())
+        found.append((said, same, sum(loaded)))
+
+    with mock.patch.object(patching, "load_checkpoint_weight_patches", counted):
+        send()
+        send()
+        train(engine, 1)
+        send()
+        if here:
+            client.worker = worker_of(model, vllm_engine.BACKEND)
+        transfer.shutdown()
+        transfer.forget()
+        send()
+        norm = next(p for n, p in engine.module.named_parameters() if n.endswith("model.norm.weight"))
+        with deepspeed.zero.GatheredParameters([norm], modifier_rank=0):
+            norm.data[3] = float("nan")
+        send()
+    transfer.shutdown()
+    engine.destroy()
     return found
 
 

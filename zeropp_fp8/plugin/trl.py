@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 
@@ -22,6 +23,7 @@ _MODULE, _NAME, _CALLER = "trl.models.utils", "_unwrap_model_for_generation", "u
 _TAKES = ["model", "accelerator", "gather_deepspeed3_params"]
 _VLLM_MODULE, _VLLM_CLASS, _WEIGHTS = "trl.generation.vllm_generation", "VLLMGeneration", "_iter_named_params"
 _OURS = "zeropp_fp8"  # marks the function that replaces TRL's
+_BEGUN = "_zeropp_fp8_begun"  # iterations of a sync
 
 
 def generate_with_the_plugin(replace: Callable[[object, str, object], None]) -> None:
@@ -54,6 +56,7 @@ def hand_over_with_the_plugin(replace: Callable[[object, str, object], None]) ->
         )
         return
     replace(holder, _WEIGHTS, _handing_over(stock))
+    replace(holder, "sync_weights", _in_lockstep(caller))
 
 
 def _handing_over(stock: Callable) -> Callable:
@@ -67,10 +70,35 @@ def _handing_over(stock: Callable) -> Callable:
             return stock(self)
         from zeropp_fp8.zero.handover.source import WeightSource
 
-        return iter(WeightSource(self.model))
+        weights = iter(WeightSource(self.model))
+        vars(self).setdefault(_BEGUN, []).append(weights)
+        return weights
 
     setattr(_iter_named_params, _OURS, True)
     return _iter_named_params
+
+
+def _in_lockstep(stock: Callable) -> Callable:
+    """Wrap TRL's method, in which rank 0 sends what all ranks gather: where it cannot, all of them say so.
+
+    What it has not taken is gathered nevertheless, or the other ranks would wait for it.
+    """
+
+    @functools.wraps(stock)
+    def sync_weights(self):
+        from zeropp_fp8.zero.export.lockstep import Lockstep
+
+        lockstep = Lockstep("TRL's sync_weights")
+        lockstep.always(stock, self)
+        begun = vars(self).pop(_BEGUN, None)
+        if begun is None and lockstep.error is not None:  # not a model of the plugin
+            raise lockstep.error
+        for weights in begun or ():
+            lockstep.always(deque, weights, 0)
+        if begun is not None:
+            lockstep.raise_everywhere()
+
+    return sync_weights
 
 
 @functools.cache

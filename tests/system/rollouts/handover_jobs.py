@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import torch
@@ -21,9 +17,8 @@ from recipes import WAYS
 from running import Spec, loss_of
 
 import zeropp_fp8
-from tests.places import ROOT, TESTS
 from zeropp_fp8 import sharded
-from zeropp_fp8.handover import Transfer, TransferGroup, TransferInit, WeightSource
+from zeropp_fp8.handover import WeightSource
 
 NF4 = frozen("nf4", block_size=16, double_quantize=True)
 
@@ -286,98 +281,6 @@ def failures():
             layer.merged_adapters = ["default"]
     said["base"] = attempt(lambda: WeightSource(engine, weights="base").metadata())
     return said
-
-
-# -- to another process ----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def stand_in(folder, device="cpu"):
-    """On rank 0: the trainer's end of a process that stands in for an engine, and where it writes; else None."""
-    if dist.get_rank():
-        yield None, None
-        return
-    from stand_in import Trainer
-
-    address, file = f"{folder}/socket", f"{folder}/held.pt"
-    script = TESTS / "stand_in.py"
-    root = str(ROOT)
-    process = subprocess.Popen(
-        [sys.executable, str(script), address, "key", device, file],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    try:
-        assert process.stdout.readline() == b"listening\n"
-        yield Trainer(address, b"key"), file
-    finally:
-        process.kill()
-        process.wait()
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
-def init_info(limit, device="cpu"):
-    where = {"master_address": "127.0.0.1", "master_port": free_port()}
-    return TransferInit(
-        lambda: TransferGroup(**where, rank=0, world_size=2, device=torch.device(device)),
-        receivers=where,
-        rank=dist.get_rank(),
-        packed_buffer_size_bytes=limit,
-    )
-
-
-def to_a_stand_in(folder, limit):
-    """Merged weights, again after a step, then FP8 codes, to another process: (equal there, messages, ...)."""
-    engine, found = engine_of(adapters="lora", dtype="bf16"), {}
-    with stand_in(folder) as (client, file):
-        transfers = {}
-        for name, options in {
-            "merged": {"weights": "merged"},
-            "fp8": {"weights": "merged", "format": "fp8"},
-        }.items():
-            source = WeightSource(engine, **options)
-            if not transfers:
-                transfer = Transfer.trainer_init(init_info(limit), client=client, source=source)
-            else:
-                transfer._source = source
-            transfers[name] = transfer
-            for again in range(2 if name == "merged" else 1):
-                if again:
-                    train(engine, 1)
-                called = 0 if client is None else len(client.calls)
-                transfer.send_weights()
-                expected = copied(WeightSource(engine, **options))
-                if client is not None:
-                    there = torch.load(file)
-                    calls = client.calls[called:]
-                    found[name, again] = {
-                        "equal": all(torch.equal(bits(there["held"][n]), bits(t)) for n, t in expected.items()),
-                        "calls": [call for call, _ in calls],
-                        "sent": len(calls[1][1]["names"]) if calls else 0,
-                        "all": len(expected),
-                        "sizes": there["sizes"],
-                        "largest": max(t.nbytes for t in expected.values()),
-                        "peak": transfer.peak_bucket_bytes,
-                    }
-        said = {}
-        for failing in ("start", "finish"):
-            if client is not None:
-                client.failing = failing
-            said[failing] = attempt(transfer.send_weights)
-            if client is not None:
-                client.failing = None
-        said["then"] = attempt(transfer.send_weights)
-        if client is not None:  # an engine that refuses before it receives
-            transfer._group, client.failing = SimpleNamespace(broadcast=lambda t, src: None), "update"
-        said["update"] = attempt(transfer.send_weights)
-        transfer.shutdown()
-        said["shut down"] = attempt(transfer.send_weights)
-    return found, said, train(engine, 1)
 
 
 def bits(tensor):

@@ -51,6 +51,14 @@ class OwnPart(NamedTuple):
     values: Tensor
 
 
+class Parts(NamedTuple):
+    """This rank's parts of the tensors of one group: its `number`, of how many groups."""
+
+    of_tensors: list[OwnPart]
+    number: int
+    count: int
+
+
 class WeightSource:
     """Named tensors of a DeepSpeed engine with the plugin, anew at each iteration.
 
@@ -145,19 +153,21 @@ class WeightSource:
             raise
         lockstep.raise_everywhere()
 
-    # -- changes.py: each rank's own part of all tensors --------------------------------------------------------------
+    # -- handed.py: each rank's own part of all tensors ---------------------------------------------------------------
 
-    def own_parts(self, lockstep: Lockstep) -> Iterator[list[OwnPart]]:
+    def own_parts(self, lockstep: Lockstep) -> Iterator[Parts]:
         """This rank's part of every tensor, a group at a time; of what goes as it lies on the ranks without a gather.
 
         Collective. After this rank has failed, which `lockstep` notes, it goes on for the others; its parts are not all
         there then.
         """
         self._check_idle()
-        for group in self._groups(self._by_shards):
+        groups = self._groups(self._by_shards)
+        for number, group in enumerate(groups):
             tensors = self._handed_out(group, lockstep)
             parts = [lockstep.call(self._own_slice, name, tensor) for name, tensor in tensors]
-            yield [*parts, *(lockstep.call(self._own_shard, name, param) for name, param in group.shards)]
+            parts += [lockstep.call(self._own_shard, name, param) for name, param in group.shards]
+            yield Parts(parts, number, len(groups))
 
     def _own_slice(self, name: str, tensor: Tensor) -> OwnPart:
         topology, size = self.session.topology, slice_numel(tensor.numel(), self.session.topology.world_size)

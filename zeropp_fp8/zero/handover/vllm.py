@@ -12,15 +12,14 @@ from torch import Tensor
 
 from zeropp_fp8.zero.export.lockstep import consume
 from zeropp_fp8.zero.handover.changes import Changes, Patch
-from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
-from zeropp_fp8.zero.handover.transfer import Sender
+from zeropp_fp8.zero.handover.source import WeightSource
 
 _SPARSE = "vllm.distributed.weight_transfer.sparse_nccl_engine"
 _IN_PATCHES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = "0.33"  # before, its sources were iterated themselves, and `metadata` was a method
 
 
-class VLLMTransfer(Sender):
+class VLLMTransfer:
     """vLLM's trainer engine, whose failures reach every rank. It sends all weights each time.
 
     Attributes:
@@ -28,14 +27,21 @@ class VLLMTransfer(Sender):
     """
 
     def __init__(self, source: WeightSource, replayed, engine) -> None:
-        super().__init__(source, takes=True)  # some of vLLM's transports need them on every rank
-        self._replayed, self.engine = replayed, engine
+        self._source, self._replayed, self.engine = source, replayed, engine
+
+    def send_weights(self) -> None:
+        """Hand over all that the source has; every rank takes it, as some of vLLM's transports need. Collective.
+
+        Raises:
+            RuntimeError: a rank or the engine has failed; on every rank.
+        """
+        consume("send_weights", iter(self._source), self._send)
 
     def shutdown(self) -> None:
         """Leave the engine."""
         self.engine.shutdown()
 
-    def _send(self, declared: list[ParamMeta], weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._replayed.weights = weights
         self.engine.send_weights()
 
@@ -61,11 +67,7 @@ class VLLMSparseTransfer:
             RuntimeError: a rank or the engine has failed, or a weight is NaN, which vLLM's patches cannot say; on every
                 rank. Then all goes next time.
         """
-        try:
-            consume("send_weights", iter(self.changes), self._send, self.engine.is_sender)
-        except RuntimeError:
-            self.forget()
-            raise
+        self.changes.hand_over(self._send, self.engine.is_sender)
 
     def shutdown(self) -> None:
         """Leave the engine."""

@@ -1,0 +1,107 @@
+"""Updates through files: for engines in another region, which a trainer does not reach, and which come and go.
+
+A folder has a safetensors file per update that has tensors, VERSION-NUMBER.safetensors, and, written last, VERSION.json
+with the headers of all updates of that version: a version that is listed is there as a whole. Where the weights
+themselves come their files have them under their names.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from zeropp_fp8.zero.handover.receiver import MissedUpdate, Receiver
+from zeropp_fp8.zero.handover.update import Header, Update, travelling
+
+WANTED = "wanted"  # a file by which an engine asks for all weights
+
+
+def listed(folder: Path) -> list[int]:
+    """The versions in a folder, in their order."""
+    return sorted(int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit())
+
+
+def headers_of(folder: Path, version: int) -> list[Header]:
+    """The headers of a version's updates."""
+    return [Header(**header) for header in json.loads(_list(folder, version).read_text())]
+
+
+def _list(folder: Path, version: int) -> Path:
+    return folder / f"{version:08d}.json"
+
+
+def is_whole(headers: list[Header]) -> bool:
+    """Whether a version follows no other."""
+    return all(header.after is None for header in headers)
+
+
+def _file(folder: Path, header: Header) -> Path:
+    return folder / f"{header.version:08d}-{header.number:05d}.safetensors"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Let a file be there with all of its content, or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def write_tensors(folder: Path, header: Header, tensors: dict[str, Tensor]) -> None:
+    """Write the file of an update, if it has tensors."""
+    if tensors:
+        _write(_file(folder, header), save({name: each.contiguous() for name, each in tensors.items()}))
+
+
+def list_version(folder: Path, headers: list[Header]) -> None:
+    """Let a version be there, all of whose files are."""
+    _write(_list(folder, headers[0].version), json.dumps([vars(header) for header in headers]).encode())
+
+
+def delete(folder: Path, version: int) -> None:
+    """Delete a version and its files."""
+    headers = headers_of(folder, version)
+    _list(folder, version).unlink()  # first, so that no listed version lacks a file
+    for header in headers:
+        _file(folder, header).unlink(missing_ok=True)
+
+
+def _way(of_version: dict[int, list[Header]], here: int | None) -> list[int] | None:
+    """The versions to apply in order to have the newest one: from the last whole one, or the one that is here, on."""
+    way: list[int] = []
+    version = max(of_version, default=0)
+    while version not in (0, here):
+        if version not in of_version:
+            return None
+        way.insert(0, version)
+        if is_whole(of_version[version]):
+            break
+        version -= 1
+    return way
+
+
+def catch_up(folder: Path, receiver: Receiver) -> int | None:
+    """Apply what a folder has beyond a receiver's version: differences where they follow it, else all weights first.
+
+    Returns:
+        The receiver's version then; None where there is none yet.
+
+    Raises:
+        MissedUpdate: no versions lead to the newest one, or the weights do not come out as the trainer's. All weights
+            are asked for then, and come with the next version.
+        FileNotFoundError: the trainer has deleted what was being read; call it again.
+    """
+    of_version = {version: headers_of(folder, version) for version in listed(folder)}
+    way = _way(of_version, receiver.version)
+    try:
+        if way is None:
+            raise MissedUpdate(f"{folder} does not lead from version {receiver.version} to {max(of_version)}")
+        for header in (header for version in way for header in of_version[version]):
+            has_file = bool(travelling(header))
+            receiver.apply(Update(header, load(_file(folder, header).read_bytes()) if has_file else {}))
+    except MissedUpdate:
+        (folder / WANTED).touch()
+        raise
+    return receiver.version
