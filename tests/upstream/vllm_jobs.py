@@ -126,9 +126,10 @@ def changes_to_vllm(wheel: str, ways: dict) -> dict:
     return found
 
 
-def updates_to_vllm(wheel: str) -> list:
+def updates_to_vllm(wheel: str) -> tuple[list, str]:
     """[(what is said, equal, elements that the model loads)]: at first, at once, after a step, after the engine
-    was started again, and with NaN."""
+    was started again, and with NaN. And what is said of FP8 codes.
+    """
     install(Path(wheel))
     from unittest import mock
 
@@ -172,8 +173,13 @@ def updates_to_vllm(wheel: str) -> list:
             norm.data[3] = float("nan")
         send()
     transfer.shutdown()
+    if here:
+        client.worker = worker_of(model, vllm_engine.BACKEND)
+    transfer = Transfer(WeightSource(engine, format="fp8"), client, "127.0.0.1", seconds=30)
+    codes = attempt(transfer.send_weights)
+    transfer.shutdown()
     engine.destroy()
-    return found
+    return found, codes
 
 
 def to_vllm(wheel: str) -> dict:

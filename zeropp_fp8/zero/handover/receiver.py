@@ -33,6 +33,7 @@ class Receiver:
         self.version: int | None = None
         self._due = None, 0  # version and number of the group that is to come
         self._before: int | None = None  # the version that was here when this one began
+        self._layouts: dict[tuple[int, ...], Layout] = {}
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
@@ -95,18 +96,21 @@ class Receiver:
             raise ValueError(f"{name} of {dtype} {list(shape)} came, and {here} of that name is here")
         return weight.detach().view(-1)
 
-    @staticmethod
-    def _add(header: Header, weights: list[Tensor], differences: Tensor) -> None:
+    def _add(self, header: Header, weights: list[Tensor], differences: Tensor) -> None:
         """Add the differences of each rank of the trainer to its part of the weights."""
-        for ranges, brought in zip(header.ranges, differences.split(header.sizes)):
+        device = weights[0].device
+        for rank, (ranges, brought) in enumerate(zip(header.ranges, differences.split(header.sizes))):
             if not len(brought):
                 continue
             parts = [
                 torch.cat([weight[first : first + numel] for first, numel in of_weight] or [weight[:0]])
                 for weight, of_weight in zip(weights, ranges)
             ]
-            layout = Layout([part.dtype for part in parts], [part.numel() for part in parts], differences.device)
-            row = layout.row(parts)
-            layout.add(brought, row)
-            for weight, of_weight, values in zip(weights, ranges, layout.values(row)):
+            numels = [part.numel() for part in parts]
+            key = header.number, rank, *numels
+            if key not in self._layouts:
+                self._layouts[key] = Layout([part.dtype for part in parts], numels, device)
+            row = self._layouts[key].row(parts)
+            self._layouts[key].add(brought.to(device), row)
+            for weight, of_weight, values in zip(weights, ranges, self._layouts[key].values(row)):
                 write_ranges(weight, of_weight, values)

@@ -84,9 +84,27 @@ class Transfer:
         Raises:
             RuntimeError: a rank, an engine or the way to it has failed; on every rank. Then all goes next time.
         """
+        self.complete()
         try:
             self.updates.hand_over(partial(self._send, wait), self._sends)
         except RuntimeError:
+            self.shutdown()
+            raise
+
+    def complete(self) -> None:
+        """Wait until what was handed over last is with the receivers. Collective.
+
+        Raises:
+            RuntimeError: as `send_weights`.
+        """
+        under_way, self._under_way = self._under_way, None
+        lockstep = Lockstep("send_weights")
+        if under_way is not None:
+            lockstep.call(under_way.result)
+        try:
+            lockstep.raise_everywhere()
+        except RuntimeError:
+            self.forget()
             self.shutdown()
             raise
 
@@ -108,9 +126,6 @@ class Transfer:
         self._group = group.result()
 
     def _send(self, wait: bool, updates: Iterator[Update | None]) -> None:
-        before, self._under_way = self._under_way, None
-        if before is not None:
-            before.result()
         if self._group is None:
             self._join()
         updates = filter(None, updates)

@@ -20,6 +20,7 @@ from zeropp_fp8.zero.handover.receiver import Receiver
 from zeropp_fp8.zero.handover.update import Header
 
 BACKEND = "zeropp_fp8"
+_IN_PATCHES = {"bfloat16", "float16", "float32"}
 
 
 def register() -> None:
@@ -86,6 +87,11 @@ def __getattr__(name: str) -> Any:
 
         def receive_weights(self, update_info: Header) -> None:
             kept, names = self._receiver.weights, update_info.names
+            if not set(update_info.dtype_names) <= _IN_PATCHES:
+                raise ValueError(
+                    f"{BACKEND}: vLLM's patches hold weights of 16 and 32 bits, and {', '.join(names)} are "
+                    f'{", ".join(update_info.dtype_names)}: use WeightSource(..., format="none"), or the backend "nccl"'
+                )
             before = {name: kept[name].clone() for name in names if name in kept}
             self._receiver.receive(vars(update_info), self._group)
             patches = []
