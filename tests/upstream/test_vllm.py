@@ -46,9 +46,11 @@ def test_stand_ins_have_the_shape_of_vllm(vllm):
         type("Fixed", (module.WeightSource,), {"metadata": cached_property(lambda self: [])})()
 
 
-def test_weights_through_vllm_s_own_engines():
-    """Its trainer engine checks what comes against the metadata; its worker engine loads every bit."""
-    first, second = run_two(vllm_jobs.to_vllm, wheel=WHEEL)
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_through_vllm_s_own_engines(packed):
+    """Its trainer engine checks what comes against the metadata; its worker engine loads every bit, unpacked by it."""
+    first, second = run_two(vllm_jobs.to_vllm, wheel=WHEEL, packed=packed)
+    assert first["messages"] == 30 if not packed else 1 < first["messages"] < 30
     for found in (first, second):
         assert found["first"] and found["stepped"] and found["then"]
         assert found["failing"] == "RuntimeError: send_weights failed on rank 0: OSError: finish is not to be had"

@@ -182,20 +182,22 @@ def updates_to_vllm(wheel: str) -> tuple[list, str]:
     return found, codes
 
 
-def to_vllm(wheel: str) -> dict:
-    """Two hand-overs, a failing one, and one after it; `equal` after those that succeed."""
+def to_vllm(wheel: str, packed: bool) -> dict:
+    """Two hand-overs, a failing one, and one after it; `equal` after those that succeed; `messages` of the first."""
     install(Path(wheel))
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     engine, model, wire = handover_jobs.engine_of("zeropp", dtype="bf16"), Model(), Wire()
     client = Client(worker_of(model, "nccl"), model)
     with joined(wire):
-        init_info = NCCLTrainerInitInfo("127.0.0.1", 1, 2, packed=False, rank=dist.get_rank())
+        how = {"packed": packed, "packed_buffer_size_bytes": 20_000}
+        init_info = NCCLTrainerInitInfo("127.0.0.1", 1, 2, **how, rank=dist.get_rank())
         transfer = vllm_transfer(WeightSource(engine), init_info, client)
         found = {"adapters": attempt(lambda: vllm_transfer(SimpleNamespace(gives_adapters=True), init_info, client))}
         for name in ("first", "stepped"):
             transfer.send_weights()
             found[name] = equal(model, engine)
+            found.setdefault("messages", wire.messages)
             train(engine, 1)
         client.failing = "finish"
         found["failing"] = attempt(transfer.send_weights)

@@ -7,7 +7,8 @@ Everything in those files is vLLM's. Packages above them are not executed. Stand
 or the rest of vLLM: `vllm.config`, `vllm.config.parallel` (names of types), `vllm.config.utils.config` (a dataclass),
 `vllm.logger.init_logger` (logging), `vllm.utils.nccl` and `vllm.distributed.utils` (nothing), `model_loader.reload` and
 `mtp_validation` (nothing: the model loads in place), the NCCL communicator (`Wire`, which hands tensors from the
-trainer's thread to the worker's), `pybase64` (base64), and torch's current CUDA stream and device.
+trainer's thread to the worker's), `pybase64` (base64), and torch's CUDA streams, events
+and current device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.tensors: queue.Queue = queue.Queue()
-        self.sent_bytes = 0
+        self.sent_bytes = self.messages = 0
 
     def end(self, sends: bool) -> SimpleNamespace:
         return SimpleNamespace(
@@ -39,6 +40,7 @@ class Wire:
         )
 
     def _send(self, tensor: torch.Tensor, src: int, stream=None) -> None:
+        self.messages += 1
         self.sent_bytes += tensor.numel() * tensor.element_size()
         self.tensors.put(tensor.clone())
 
@@ -46,6 +48,18 @@ class Wire:
         came = self.tensors.get(timeout=SECONDS)
         assert (came.dtype, came.shape) == (tensor.dtype, tensor.shape)
         tensor.copy_(came)
+
+
+class InOrder:
+    """A stream, or an event, of a CPU, on which all is done in order."""
+
+    def __init__(self, device=None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    wait_event = record = lambda self, other: None
 
 
 def install(wheel: Path) -> None:
@@ -74,6 +88,10 @@ def install(wheel: Path) -> None:
     sys.modules["pybase64"] = base64
     torch.cuda.current_stream = lambda *args, **kwargs: None
     torch.accelerator.device_index = lambda index: contextlib.nullcontext()
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.current_stream, torch.cuda.Stream, torch.Event = InOrder, InOrder, InOrder
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda tensor, stream: None
 
 
 @contextlib.contextmanager
