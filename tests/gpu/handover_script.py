@@ -22,7 +22,8 @@ from stand_in import Trainer
 import zeropp_fp8
 from benchmarks.harness.environment import describe
 from benchmarks.harness.results import write_result
-from zeropp_fp8.handover import Changes, Transfer, WeightSource
+from zeropp_fp8.handover import Changes, FolderTransfer, Transfer, WeightSource
+from zeropp_fp8.receiving import Receiver, catch_up
 
 
 def engine_of():
@@ -49,6 +50,20 @@ def changes(engine, step):
         found.append((came, same))
         step()
     return found
+
+
+def through_a_folder(engine, step, folder):
+    """Whether weights on the second GPU have every bit after each of two versions, and the bytes of the second."""
+    source, receiver, found = WeightSource(engine), Receiver(device="cuda:1"), []
+    transfer = FolderTransfer(source, Path(folder))
+    for version in (1, 2):
+        transfer.send_weights()
+        there = catch_up(Path(folder), receiver) == version
+        held = {name: tensor.cpu() for name, tensor in receiver.weights.items()}
+        same = all(torch.equal(held[n].view(torch.uint8), t.cpu().view(torch.uint8)) for n, t in source)
+        found.append(there and same)
+        step()
+    return found, sum(path.stat().st_size for path in Path(folder).glob("00000002-*"))
 
 
 def main(folder, out=None):
@@ -98,9 +113,10 @@ def main(folder, out=None):
             "model": sum(p.ds_numel * 2 for p in engine.module.parameters()),
         }
     found["changes"] = changes(engine, step)
+    found["folder"] = through_a_folder(engine, step, f"{folder}/weights")
     print("RESULT " + json.dumps(found))
     if out:
-        del found["changes"]
+        del found["changes"], found["folder"]
         command = "python tests/gpu/handover_script.py FOLDER RESULT.json"
         rows = [{"run": way, **of_way} for way, of_way in found.items()]
         write_result(out, {**describe("handover"), "command": command, "finished": True, "rows": rows})

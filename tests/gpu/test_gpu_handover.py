@@ -27,6 +27,8 @@ def test_handover_over_nccl(tmp_path):
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
     (whole, first), (changed, second) = found.pop("changes")
     assert first and second and 0 < changed < whole
+    same, written = found.pop("folder")
+    assert same == [True, True] and 0 < written < found["merged"]["all"] / 2
     for way, of_way in found.items():
         assert of_way["equal"] and of_way["first"] == of_way["all"], found
         whole = of_way["all"]
