@@ -22,7 +22,7 @@ LINES = {
     "compute": 2093,
     "config": 1904,
     "doctor": 1413,
-    "formats": 2707,
+    "formats": 2587,
     "kernels": 5316,
     "numerics": 1167,
     "optim": 910,
