@@ -85,7 +85,7 @@ _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes su
 _NAMED = "name patterns of modules, or parameters,"
 
 
-# The docstrings of these classes and the descriptions of their fields are docs/configuration.md (document.py).
+# The docstrings of these classes and the descriptions of their fields are docs/configuration.md (`make docs`).
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
