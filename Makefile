@@ -107,7 +107,7 @@ check: $(VENV)/.lint
 
 # A test says when the page is not what is printed here.
 docs: $(VENV)/.lint $(VENV)/.run
-	$(BIN)/python -m zeropp_fp8.config.document > docs/configuration.new
+	$(BIN)/python -m benchmarks.report.configuration > docs/configuration.new
 	mv docs/configuration.new docs/configuration.md
 	$(BIN)/python -m benchmarks.report
 	$(BIN)/mkdocs build --strict

@@ -60,7 +60,7 @@ EXACT = ("none", "fp16")
 QUANTIZED = tuple(entry for entry in ENTRIES if entry not in EXACT)
 WHOLE = tuple(entry for entry in ENTRIES if entry.endswith("-whole"))  # no parts
 MX = tuple(entry for entry in ENTRIES if entry.startswith("mx"))
-CODED = tuple(e for e in QUANTIZED if e != "nvfp4" and "hadamard" not in e and "double" not in e and "8192" not in e)
+CODED = tuple(e for e in QUANTIZED if "hadamard" not in e and "double" not in e and "8192" not in e)
 
 
 def make(entry: str, dtype: torch.dtype = torch.bfloat16):
@@ -181,7 +181,7 @@ def expected_of(entry, tensor):
     if entry in EXACT:
         stored = tensor if entry == "none" else tensor.half()
         return reference.padded(bytes(bits_of(stored).tolist())), stored.double().numpy()
-    if name not in reference.ELEMENTS and name != "nvfp4":
+    if name not in reference.ELEMENTS:
         pytest.fail(f"{name} has no reference: write it into tests/formats/reference.py, from its paper")
     return reference.encoded(tensor.float().numpy(), name, np.array(dynamic_levels(), np.float32), **options)
 
@@ -202,9 +202,9 @@ def hard(entry):
     those where scales change, at every third exponent.
     """
     name, options = options_of(entry)
-    element = reference.ELEMENTS["mxfp4" if name == "nvfp4" else name]
+    element = reference.ELEMENTS[name]
     block = reference.block_of(name, options) or 128
-    if block > 256 or block < 12 or name == "nvfp4" or "scales" in options:
+    if block > 256 or block < 12 or "scales" in options:
         return torch.zeros(0)
     grid = np.unique(element.numbers[np.isfinite(element.numbers)])
     points = torch.from_numpy(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, [1e-30, 2.0**-126]])).float()

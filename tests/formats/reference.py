@@ -39,7 +39,7 @@ FLOATS = {
     "mxfp4": (2, 1, 1, 6.0, "numbers"),
 }
 HOLDS_SPECIAL = ("mxfp8_e4m3", "mxfp8_e5m2")
-BLOCKS = {"int2": 64, "int3": 64, "nf4": 64, "nvfp4": 16}  # others: 32 in MX formats, else 128
+BLOCKS = {"int2": 64, "int3": 64, "nf4": 64}  # others: 32 in MX formats, else 128
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,6 @@ def encoded(values: np.ndarray, name: str, levels: np.ndarray | None = None, **o
     Decoded numbers are neither rounded to a dtype nor clamped to its range. `levels`: fp32, of the dynamic type, whose
     last bits no paper says.
     """
-    if name == "nvfp4":
-        return _nvfp4(values)
     if not len(values):
         return b"", np.zeros(0)
     if options.get("scales") == "tensor":
@@ -274,34 +272,6 @@ def _tensor_scaled(values: np.ndarray) -> tuple[bytes, np.ndarray]:
     scaled = np.where(finite, values, 0).astype(np.float32) * (np.float32(1) / scale)
     codes = np.where(finite, element.rounded(scaled.astype(float)), 0x7F)
     return padded(scale.tobytes()) + padded(packed(codes, 8)), element.numbers[codes] * float(scale)
-
-
-def _nvfp4(values: np.ndarray) -> tuple[bytes, np.ndarray]:
-    """From NVIDIA's description, block by block."""
-    one, four_bits, scales_element = np.float32(1), ELEMENTS["mxfp4"], ELEMENTS["fp8_e4m3"]
-    if not len(values):
-        return b"", np.zeros(0)
-    finite = np.abs(values[np.isfinite(values)])
-    largest = np.float32(finite.max()) if finite.size else np.float32(0)
-    tensor_scale = max(largest / np.float32(448 * 6), np.float32(2.0**-120)) if largest else one
-    scales, codes, decoded = [], [], []
-    for start in range(0, len(values), 16):
-        block = values[start : start + 16]
-        if not np.isfinite(block).all():
-            scales.append(0x7F)
-            codes += [0] * len(block)
-            decoded += [math.nan] * len(block)
-            continue
-        wanted = float(np.abs(block).max() / np.float32(6) / tensor_scale)
-        code = int(scales_element.rounded(np.array([min(max(wanted, 2.0**-6), 448.0)]))[0])
-        scale = np.float32(scales_element.numbers[code]) * tensor_scale
-        own = four_bits.rounded((block * (one / max(scale, SMALLEST))).astype(float))
-        scales.append(code)
-        codes += own.tolist()
-        decoded += (four_bits.numbers[own] * float(scale)).tolist()
-    codes += [0] * (len(codes) % 2)
-    head = np.float32(tensor_scale).tobytes() + bytes(scales)
-    return padded(head) + padded(packed(np.array(codes), 4)), np.array(decoded)
 
 
 def bound_of_errors(values: np.ndarray, name: str, block_size: int, double_quantize: bool) -> np.ndarray:

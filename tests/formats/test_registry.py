@@ -85,7 +85,7 @@ def test_formats_that_make_other_bytes_have_other_keys():
 
 def test_granules():
     """Stored weights are cut at them: no new version may have others."""
-    blocks = {"none": 1, "fp16": 1, "nf4": 64, "nvfp4": 16, "int2": 64, "int3": 64}
+    blocks = {"none": 1, "fp16": 1, "nf4": 64, "int2": 64, "int3": 64}
     blocks |= dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128)
     blocks |= {name: 32 for name in FORMAT_NAMES if name.startswith("mx")}
     assert {name: make_format(name).granule for name in blocks} == blocks
@@ -96,7 +96,7 @@ def test_granules():
 
 
 def test_what_each_format_is_for():
-    """The configuration's table and the registry name the same formats; MX blocks and NVFP4's are the formats' own."""
+    """The configuration's table and the registry name the same formats; MX blocks are the formats' own."""
     from zeropp_fp8.config.sections import FIXED_BLOCKS, USES
 
     assert set(USES) == set(FORMAT_NAMES)

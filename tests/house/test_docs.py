@@ -13,10 +13,11 @@ import yaml
 from pydantic import BaseModel, Field
 
 import zeropp_fp8
+from benchmarks.report import configuration
+from benchmarks.report.configuration import page
 from tests.places import ROOT
 from zeropp_fp8.__main__ import COMMANDS
-from zeropp_fp8.config import RECIPES, SECTION, document, resolve
-from zeropp_fp8.config.document import page
+from zeropp_fp8.config import RECIPES, SECTION, resolve
 from zeropp_fp8.config.sections import PluginConfig
 
 RESULTS = ROOT / "benchmarks/results"
@@ -210,7 +211,7 @@ def test_the_page_says_other_things_of_other_models(monkeypatch):
     class Other(PluginConfig):
         enabled: bool = Field(True, description="another meaning")
 
-    monkeypatch.setattr(document, "PluginConfig", Other)
+    monkeypatch.setattr(configuration, "PluginConfig", Other)
     said = PluginConfig.model_fields["enabled"].description
     assert page() == PAGES["docs/configuration.md"].replace(said, "another meaning")
 

@@ -152,7 +152,7 @@ def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> 
     rotation = {
         f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
         "use {it}": lambda c: getattr(c, part).hadamard and _multiple(getattr(c, part).block_size, HADAMARD_GROUP),
-        f'{key}.hadamard": blocks of MX and NVFP4 are not rotated; set it to false, or use int4 or int8': lambda c: (
+        f'{key}.hadamard": blocks of MX are not rotated; set it to false, or use int4 or int8': lambda c: (
             fixed(c) and getattr(c, part).hadamard
         ),
     }
@@ -166,9 +166,9 @@ def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> 
 
 
 def _fixed_of_gradients(c: Any) -> str | None:
-    """Return the gradients' format with the largest blocks, if the blocks of every quantized hop are fixed."""
+    """Return a format of the gradients, if the blocks of every quantized hop are fixed."""
     hops = {c.gradients.intra_format, c.gradients.inter_format} - {"none"}
-    return max(hops, key=FIXED_BLOCKS.get) if hops and hops <= FIXED_BLOCKS.keys() else None
+    return _first(sorted(hops)) if hops <= FIXED_BLOCKS.keys() else None
 
 
 BLOCKS: Rules = {

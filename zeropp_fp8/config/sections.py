@@ -16,7 +16,7 @@ SECTION = "zeropp_fp8"
 
 MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
 # Blocks as the formats' specifications fix them, with a scale of one byte each and no rotation.
-FIXED_BLOCKS = {**dict.fromkeys(MX_FORMATS, 32), "nvfp4": 16}
+FIXED_BLOCKS = dict.fromkeys(MX_FORMATS, 32)
 FP8_FORMATS, HALF_STEP_FORMATS = ("fp8_e4m3", "fp8_e5m2"), ("int3", "int2")
 _ON_THE_WIRE, _BETWEEN = "weights and gradients on the wire", "gradients between nodes"
 _FROZEN, _STATES = "frozen weights", "optimizer states"
@@ -80,12 +80,12 @@ AtRest = Annotated[Literal[FROZEN_FORMATS], ELSEWHERE]
 Gemm = Literal[GEMMS]
 OfState = Literal[STATE_FORMATS]
 
-_SHARE_A_SCALE = "elements that share a scale; 32 with MX, 16 with NVFP4"
+_SHARE_A_SCALE = "elements that share a scale; 32 with MX"
 _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
 _NAMED = "name patterns of modules, or parameters,"
 
 
-# The docstrings of these classes and the descriptions of their fields are docs/configuration.md (document.py).
+# The docstrings of these classes and the descriptions of their fields are docs/configuration.md (`make docs`).
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -14,10 +14,9 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
     rounded = mx_format.round_trip(tensor, axis=0)
 
-For gradients with error feedback, `half_steps.py` has elements of 2 and 3 bits. `nvfp4.py` has 4-bit floats with two
-scales. For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats
-whose scales are quantized themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each
-rank stores a part is encoded part by part:
+For gradients with error feedback, `half_steps.py` has elements of 2 and 3 bits. For weights that stay as they are,
+`nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose scales are quantized themselves, and
+`tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank stores a part is encoded part by part:
 
     fmt = make_format("nf4", block_size=64, double_quantize=True)
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole

@@ -16,7 +16,6 @@ from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES, HalfStepFormat
 from zeropp_fp8.formats.integer import IntegerElement
 from zeropp_fp8.formats.mx import MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
-from zeropp_fp8.formats.nvfp4 import NVFP4Format
 from zeropp_fp8.formats.tensor_scaled import TensorScaledFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
@@ -30,7 +29,6 @@ _MAKE: dict[str, Callable[..., WireFormat]] = {
     "fp8_e5m2": partial(BlockScaledFormat, "fp8_e5m2", float8.e5m2()),
     **{name: partial(HalfStepFormat, name) for name in HALF_STEP_NAMES},
     "nf4": NF4Format,
-    "nvfp4": NVFP4Format,
     **{name: partial(MXFormat, name) for name in MX_NAMES},
 }
 FORMAT_NAMES = tuple(_MAKE)
@@ -48,8 +46,8 @@ def make_format(
         scales: "tensor": an fp32 scale for a whole tensor, which its parts share (tensor_scaled.py); for "fp8_e4m3",
             without other options.
         **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4,
-            INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats, 16 in NVFP4) and `hadamard`
-            (False; not with NF4, NVFP4 and MX formats); for MX formats `scale_mode` ("rceil", "floor").
+            INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats) and `hadamard` (False; not with
+            NF4 and MX formats); for MX formats `scale_mode` ("rceil", "floor").
 
     Raises:
         ValueError: an unknown name, an option value that does not exist, or options that exclude each other.

@@ -250,8 +250,8 @@ _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def element_bytes(name: str, block_size: int, double_quantize: bool = False) -> float:
-    """Bytes per element in a format, with a scale per block: of 2 bytes, of NF4 4, of MX and NVFP4 1. Scales in 8
-    bits with an fp32 scale for 256 of them are `double_quantize` (arXiv 2305.14314, section 3). "none": 16 bits."""
+    """Bytes per element in a format, with a scale per block: of 2 bytes, of NF4 4, of MX 1. Scales in 8 bits
+    with an fp32 scale for 256 of them are `double_quantize` (arXiv 2305.14314, section 3). "none": 16 bits."""
     if name == "none":
         return BYTES_16BIT
     bits = int(next(letter for letter in name.removeprefix("mx") if letter.isdigit()))

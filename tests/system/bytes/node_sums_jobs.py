@@ -58,10 +58,7 @@ def runs(cases):
 
 
 def _format(name):
-    """In blocks of 32, where the format leaves a choice."""
-    if name == "none":
-        return None
-    return make_format(name) if name == "nvfp4" else make_format(name, block_size=32)
+    return None if name == "none" else make_format(name, block_size=32)
 
 
 # -- the two hops apart ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ RECIPES = ("zeropp", "zeropp-4bit", "mxfp8", "fp8-lm-o1", "fp8-lm")[:: 1 if FULL
 WORLDS = ((4, 2), (3, 1), (6, 2), (6, 3))
 FORMATS = (
     *(("none", "none"), ("int8", "int8"), ("int8", "int4")),
-    *(("fp8_e4m3", "none"), ("mxfp8_e4m3", "mxfp4"), ("nvfp4", "nvfp4")),
+    *(("fp8_e4m3", "none"), ("mxfp8_e4m3", "mxfp4")),
 )
 
 

@@ -11,7 +11,6 @@ FORMATS = {
     "int4": jobs.frozen("int4"),
     "nf4, double": jobs.frozen("nf4", block_size=64, double_quantize=True),
     "mxfp4": jobs.frozen("mxfp4"),
-    "nvfp4": jobs.frozen("nvfp4"),
     "fp8, one scale": jobs.frozen("fp8_e4m3", scales="tensor"),
 }
 

@@ -133,7 +133,6 @@ def test_held_out_loss_and_bytes(recipe, dtype):
         ("mxfp8", {}),
         ("lossless", {}),
         ("zeropp", {"secondary": {"scope": "none"}}),
-        ("lossless", {"weights": {"format": "nvfp4"}}),
     ],
 )
 def test_what_lies_beyond_the_end_of_a_parameter_is_not_sent(recipe, fields):

@@ -1,6 +1,6 @@
 """Print docs/configuration.md from the JSON schema of the pydantic models, and the recipes.
 
-python -m zeropp_fp8.config.document > docs/configuration.md         # or: make docs
+python -m benchmarks.report.configuration > docs/configuration.md         # or: make docs
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Without a recipe the section means `lossless` plus exactly what DeepSpeed's own 
 honoured is refused at start with `zeropp_fp8.ConfigError`, which names the key and the remedy; see
 [Troubleshooting](troubleshooting.md). Where a field takes `"auto"`, `"detect"` means the same: write that with a
 Trainer or Accelerate, which refuse the word "auto" in a section that they do not know. The tables below are printed by
-`python -m zeropp_fp8.config.document` from the models in `zeropp_fp8/config/sections.py`.
+`python -m benchmarks.report.configuration` from the models in `zeropp_fp8/config/sections.py`.
 
 ## The section itself
 """
