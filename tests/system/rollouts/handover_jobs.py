@@ -135,9 +135,10 @@ def base_of(engine, weights):
     ]
 
 
-def adapters_alone(kinds):
-    """{kind: (names and values as PEFT saves them, declared as they came, names)}."""
-    from peft import get_peft_model_state_dict
+def adapters_alone(kinds, folder):
+    """{kind: (names and values as PEFT saves them and as it loads them, declared as they came, names)}."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import save_file
 
     found = {}
     for kind in kinds:
@@ -146,6 +147,11 @@ def adapters_alone(kinds):
         got = copied(source)
         saved = get_peft_model_state_dict(engine.module, full_weights(engine.module), save_embedding_layers=False)
         equal = got.keys() == saved.keys() and all(torch.equal(got[n].float(), saved[n]) for n in saved)
+        if dist.get_rank() == 0:  # as docs/handover.md does it
+            save_file(got, f"{folder}/adapter_model.safetensors")
+            engine.module.peft_config["default"].save_pretrained(folder)
+            loaded = get_peft_model_state_dict(PeftModel.from_pretrained(llama(layers=3), folder))
+            equal = equal and loaded.keys() == got.keys() and all(torch.equal(loaded[n], got[n]) for n in got)
         found[kind] = equal, declared(source) == shown(got), list(got)
         engine.destroy()
     return found

@@ -46,8 +46,9 @@ def test_merged_models_are_those_of_merge_and_unload():
             assert of["dtypes"] == {"torch.bfloat16" if case[1] == "bf16" else "torch.float32"}, case
 
 
-def test_adapters_alone():
-    for found in run_two(jobs.adapters_alone, kinds=("lora", "dora", "modules to save")):
+def test_adapters_alone(tmp_path):
+    """As PEFT saves and loads them."""
+    for found in run_two(jobs.adapters_alone, kinds=("lora", "dora", "modules to save"), folder=str(tmp_path)):
         for kind, (equal, declared, names) in found.items():
             assert equal and declared, kind
             assert all(name.startswith("base_model.model.") and ".default" not in name for name in names)
