@@ -18,15 +18,15 @@ from tests.places import ROOT
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 967,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
-    "comm": 2094,
-    "compute": 2088,
+    "comm": 2036,
+    "compute": 2050,
     "config": 1904,
     "doctor": 1413,
     "formats": 2707,
     "kernels": 5106,
     "numerics": 1167,
     "optim": 910,
-    "plan": 1812,
+    "plan": 1808,
     "plugin": 1571,
     "zero": 2923,
     "zero/checkpoint": 385,
