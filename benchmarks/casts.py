@@ -65,19 +65,19 @@ class Matrix:
 
     def fused(self) -> dict[str, tuple[Callable, Callable, int]]:
         """Per name: the fused cast, the same in two steps (torch's activation, then a cast), matrices it reads."""
-        x, up, weight, scale, amax = self.values, self.up, self.weight, self.scale, self.amax
+        x, up, weight, wanted = self.values, self.up, self.weight, (FLOAT8, self.scale, self.amax, True, True)
 
         def cast(values):
-            return casts.cast_per_tensor(values, FLOAT8, scale, amax)
+            return casts.cast_per_tensor(values, *wanted)
 
         return {
             "swiglu": (
-                lambda: casts.swiglu_cast(x, up, FLOAT8, scale, amax),
+                lambda: casts.swiglu(x, up, *wanted),
                 lambda: cast(F.silu(x) * up),
                 2,
             ),
             "rms norm": (
-                lambda: casts.rms_norm_cast(x, weight, casts.inverse_rms(x, EPS), FLOAT8, scale, amax),
+                lambda: casts.rms_norm(x, weight, casts.inverse_rms(x, EPS), *wanted),
                 lambda: cast(F.rms_norm(x, x.shape[1:], weight, EPS)),
                 2,
             ),

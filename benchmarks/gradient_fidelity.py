@@ -84,39 +84,38 @@ def in_tree(grad, topology, args):
     return all_to_all_quant_reduce([grad.clone()], args.groups)[0]
 
 
-def ours(intra: str, inter: str, *hadamard: bool):
+def reduction_of(grad, formats, topology, args, feedback=None):
+    """(plan, what takes this rank's slice, resources) of a gradient; `formats`: as in OURS."""
+    from zeropp_fp8.comm.lanes import Lane
+    from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
+    from zeropp_fp8.formats import make_format
+
+    kinds = zip(formats[:2], formats[2:])
+    made = (make_format(kind, block_size=args.block_size, hadamard=rotate) for kind, rotate in kinds)
+    plan, here = ReduceScatterPlan([grad.shape], [grad.dtype], topology, *made, grad.device), Lane.here()
+    result = torch.zeros(plan.slice_numels[0], device=grad.device)
+    kept = {} if feedback is None else {"error_feedback": feedback, "keys": ["gradient"]}
+    return plan, result, Reduction(Rings.on(grad.device), here, here, **kept)
+
+
+def ours(*formats):
     """One reduction. With `feedback`, what is kept of those before is in it."""
 
     def reduce(grad, topology, args, feedback=None):
-        from zeropp_fp8.comm import quantized_reduce_scatter
-        from zeropp_fp8.formats import make_format
-
-        formats = (
-            make_format(kind, block_size=args.block_size, hadamard=rotate)
-            for kind, rotate in zip((intra, inter), hadamard)
-        )
-        kept = {} if feedback is None else {"error_feedback": feedback, "keys": ["gradient"]}
-        return quantized_reduce_scatter([grad], topology, *formats, **kept)[0]
+        plan, result, reduction = reduction_of(grad, formats, topology, args, feedback)
+        for _ in plan.run([grad], [result], reduction):
+            pass
+        return result
 
     return reduce
 
 
-def in_node(intra: str, inter: str, *hadamard: bool):
+def in_node(*formats):
     """Sums of several gradients inside the node, and one hop between nodes."""
 
     def reduce(grads, topology, args):
-        from zeropp_fp8.comm.lanes import Lane
-        from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
-        from zeropp_fp8.formats import make_format
-
-        formats = (
-            make_format(kind, block_size=args.block_size, hadamard=rotate)
-            for kind, rotate in zip((intra, inter), hadamard)
-        )
-        device, here = grads[0].device, Lane.here()
-        plan = ReduceScatterPlan([grads[0].shape], [grads[0].dtype], topology, *formats, device)
-        result = torch.zeros(plan.slice_numels[0], device=device)
-        reduction, added = Reduction(Rings.on(device), here, here), plan.new_sums(torch.float32)
+        plan, result, reduction = reduction_of(grads[0], formats, topology, args)
+        added = plan.new_sums(torch.float32)
         for index, grad in enumerate(grads):
             for _ in plan.sum_in_node([grad], added, reduction, accumulate=index > 0):
                 pass

@@ -1,4 +1,4 @@
-"""Time of products with weights that lie as codes, beside torch's bf16 product, and of making FP8 codes of them.
+"""Time of products with weights that lie as codes, beside torch's bf16 product.
 
     python -m benchmarks.quantized_linear --out quantized_linear.json
     python -m benchmarks.quantized_linear --sweep --rows 1 16 --formats int4 "nf4 double"   # which launches suit a GPU
@@ -10,9 +10,8 @@ on small shapes. Each result is checked against float64 first, and two runs agai
 A line says: microseconds, times as fast as torch's bf16 product of the same shape, GB/s of the weight's bytes (codes
 and scales, or bf16 numbers), and that as a share of the bytes a copy reads and writes in a second, measured in the same
 run. "decode" is what a layer does without the kernel: the dequantize kernel, then torch's product. "+ LoRA" is the
-product with an adapter of rank 16 in the same kernel, and "LoRA beside" the same with torch's operations after it. The
-lines of FP8 codes compare one pass with dequantize and cast. "host" is how long the host takes to issue a product
-outside of a graph, of a layer that is called again.
+product with an adapter of rank 16 in the same kernel, and "LoRA beside" the same with torch's operations after it.
+"host" is how long the host takes to issue a product outside of a graph, of a layer that is called again.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from benchmarks.harness.measuring import host_ms, milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, several, whole
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
-from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, largest_magnitude
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
 SHAPES = ("4096x14336", "14336x4096", "4096x4096", "1024x4096")  # outputs x inputs: of Llama 3 8B
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -43,7 +40,6 @@ FORMATS = {
     "int4 double": ("int4", {"block_size": 64, "double_quantize": True}),
 }
 ORDER = (2, 0, 3, 1)  # slices of a weight, as 4 ranks send them
-FLOAT8 = torch.float8_e4m3fn
 RANK = 16
 CALLS = 200  # that the host issues at once, fewer than a GPU's queue holds
 CACHE = 1 << 28  # bytes that copies of a weight have at least: four times an H200's L2
@@ -152,11 +148,10 @@ def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.
     print(f"copy {copy:.1f} GB/s")
     rows = []
 
-    def add(shape: tuple[int, int], count: int | None, name: str, us: float, num_bytes: float, host_us=None) -> None:
+    def add(shape: tuple[int, int], count: int, name: str, us: float, num_bytes: float, host_us=None) -> None:
         row = {"shape": f"{shape[0]}x{shape[1]}", "rows": count, "what": name, "us": us, "host_us": host_us}
         row |= {"gb_per_s": num_bytes / us / 1e3, "share_of_copy": num_bytes / us / 1e3 / copy}
-        base = {None: "fp8: dequantize, cast"}.get(count, "bf16")
-        same = [r for r in rows if (r["shape"], r["rows"]) == (row["shape"], count) and r["what"].startswith(base)]
+        same = [r for r in rows if (r["shape"], r["rows"], r["what"]) == (row["shape"], count, "bf16")]
         row["speed_up"] = same[-1]["us"] / us if same else 1.0
         rows.append(row)
         print(line(row), flush=True)
@@ -210,26 +205,12 @@ def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.
                     add(shape, count, what, us, weights.bytes, host_us)
             us = microseconds(lambda w: F.linear(x, decode(w)), weights.weights, device, repeats)  # noqa: B023
             add(shape, counts[-1], f"{name}, decode", us, weights.bytes)
-            scale = casts.scale_of_amax(largest_magnitude(weights.weights[0]), FLOAT8)
-            reciprocal = torch.ones_like(scale) / scale
-
-            def in_two_steps(weight):
-                return casts.cast_per_tensor(decode(weight), FLOAT8, scale, transposed=False)[0]  # noqa: B023
-
-            one, two = quantized_to_fp8(weights.weights[0], reciprocal), in_two_steps(weights.weights[0]).codes
-            if not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
-                raise SystemExit(f"{name} {shape}: FP8 codes differ from those of dequantize and cast")
-            moved = weights.bytes + one.numel()
-            us = microseconds(in_two_steps, weights.weights, device, repeats)
-            add(shape, None, f"fp8: dequantize, cast: {name}", us, moved + 2 * size)
-            us = microseconds(lambda w: quantized_to_fp8(w, reciprocal), weights.weights, device, repeats)  # noqa: B023
-            add(shape, None, f"fp8: one pass: {name}", us, moved)
             del weights
     return {"copy_gb_per_s": copy, "rows": rows}
 
 
 def line(row: dict) -> str:
-    rows = "" if row["rows"] is None else f"{row['rows']} rows"
+    rows = f"{row['rows']} rows"
     return (
         f"{row['shape']:<14}{rows:<10}{row['what']:<34}{row['us']:>10.1f} us{row['speed_up']:>8.2f} x"
         f"{row['gb_per_s']:>10.1f} GB/s{100 * row['share_of_copy']:>7.1f} % of copy"

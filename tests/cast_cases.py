@@ -127,7 +127,7 @@ def check_amax(matrix, device):
 
 
 def check_fused(rows, columns, matrix_dtype, dtype, device, exact, plain=True, transposed=True):
-    """swiglu_cast and rms_norm_cast with kernels: the values of the unfused way, and the cast of exactly these.
+    """swiglu and rms_norm with kernels: the values of the unfused way, and the cast of exactly these.
 
     Args:
         exact: SwiGLU's values must be torch's on the same device; otherwise they may differ by a rounding, as those of
@@ -138,14 +138,13 @@ def check_fused(rows, columns, matrix_dtype, dtype, device, exact, plain=True, t
     gate, up = gate.to(matrix_dtype).to(device), up.to(matrix_dtype).to(device)
     weight = torch.rand(columns, generator=generator).to(matrix_dtype).to(device)
     scale = torch.full((1,), 0.01, device=device)
-    flags = {"plain": plain, "transposed": transposed}
 
     def swiglu(use_kernels, record):
-        return casts.swiglu_cast(gate, up, dtype, scale, record, **flags, use_kernels=use_kernels)
+        return casts.swiglu(gate, up, dtype, scale, record, plain, transposed, use_kernels)
 
     def rms_norm(use_kernels, record):
         inverse_rms = casts.inverse_rms(gate, 1e-5, use_kernels)
-        return casts.rms_norm_cast(gate, weight, inverse_rms, dtype, scale, record, **flags, use_kernels=use_kernels)
+        return casts.rms_norm(gate, weight, inverse_rms, dtype, scale, record, plain, transposed, use_kernels)
 
     for fused in (swiglu, rms_norm):
         where = (fused.__name__, rows, columns, matrix_dtype, dtype)
@@ -166,18 +165,16 @@ def check_fused(rows, columns, matrix_dtype, dtype, device, exact, plain=True, t
 
 
 def check_fused_with_statistics(rows, columns, matrix_dtype, device):
-    """rms_norm_cast of given 1 / rms of rows: the bytes of torch code, for no sum has another order."""
+    """rms_norm of given 1 / rms of rows: the bytes of torch code, for no sum has another order."""
     generator = torch.Generator().manual_seed(rows + columns)
     matrix, weight = (
         torch.randn(*shape, generator=generator).to(matrix_dtype) for shape in ((rows, columns), (columns,))
     )
     inverse_rms = torch.rand(rows, generator=generator) + 0.5
     scale, records = torch.full((1,), 0.01), [torch.full((1,), AMAX_BEFORE, device=d) for d in ("cpu", device)]
-    expected = casts.rms_norm_cast(
-        matrix, weight, inverse_rms, torch.float8_e4m3fn, scale, records[0], use_kernels=False
-    )
+    expected = casts.rms_norm(matrix, weight, inverse_rms, torch.float8_e4m3fn, scale, records[0], True, True, False)
     given = (tensor.to(device) for tensor in (matrix, weight, inverse_rms))
-    actual = casts.rms_norm_cast(*given, torch.float8_e4m3fn, scale.to(device), records[1], use_kernels=True)
+    actual = casts.rms_norm(*given, torch.float8_e4m3fn, scale.to(device), records[1], True, True, True)
     for one, other in zip(actual[:2], expected):
         check_operand(one, other, (rows, columns, matrix_dtype))
     assert torch.equal(actual[2].cpu(), expected[2])

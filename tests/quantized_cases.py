@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from error_bounds import UNIT_ROUNDOFF
 
-from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels.linear import quantized_to_fp8 as fp8_module
 from zeropp_fp8.kernels.linear.quantized_linear import Lora, QuantizedLinear, quantized_linear
-from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
-from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, largest_magnitude
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
 CPU = torch.device("cpu")
 # Blocks of one, two, three and more pieces of 16 bytes, and of parts of one; every kind of scale.
@@ -170,39 +167,18 @@ def check_spoiled(weight_values, wire_format, slices, place, device=CPU, use_ker
     assert torch.equal(got.isnan(), spoiled.expand(3, outputs)), (wire_format, place)
 
 
-def check_fp8(weight, multiplier, use_kernel=True):
-    """The bytes of torch's decoding and the cast of compute/casts.py with the scale of which this is the reciprocal."""
-    scale = torch.tensor([1 / multiplier])
-    reciprocal = torch.ones(1) / scale
-    expected, _ = casts.cast_per_tensor(on_cpu(weight).dequantize(), torch.float8_e4m3fn, scale, transposed=False)
-    got = quantized_to_fp8(weight, reciprocal.to(weight.device), use_kernel=use_kernel)
-    assert got.dtype == torch.float8_e4m3fn and got.shape == expected.codes.shape
-    wanted = expected.codes.view(torch.uint8)
-    differing = (got.view(torch.uint8).cpu() != wanted).nonzero().tolist()
-    assert not differing, (weight.wire_format, weight.dtype, weight.shape, differing[:5])
-
-
 def check_bounds(wire_format, device=CPU):
     """Nothing is written behind a result, where a slice goes on behind the weight by whole tiles."""
     columns = wire_format.block_size * (1024 // wire_format.block_size)
     longer = weight_of(normal(21, columns), wire_format, 1, device=device)
     weight = QuantizedWeight(longer.payload, 48, wire_format, longer.slice_numel, (9, columns), torch.bfloat16)
-    x, multiplier = normal(3, columns).to(device), torch.ones(1, device=device)
+    x = normal(3, columns).to(device)
     with_lora = QuantizedLinear(weight, None, lora_of(weight, 5))
     reduced = x @ with_lora.lora.lora_A.t()
     for size, launch in (
-        (9 * columns, lambda out: fp8_module._launch(weight, multiplier, out.view(9, columns))),
         (2 * 3 * 9, lambda out: QuantizedLinear(weight).launch(x, x, out.view(torch.bfloat16).view(3, 9))),
         (2 * 3 * 9, lambda out: with_lora.launch(x, reduced, out.view(torch.bfloat16).view(3, 9))),
     ):
         buffer = torch.full((size + 32768,), 77, dtype=torch.uint8, device=device)
         launch(buffer[:size])
         assert (buffer[size:] == 77).all() and not (buffer[:size] == 77).all(), (wire_format, size)
-
-
-def check_largest(weight):
-    values = on_cpu(weight).dequantize().float()
-    finite = values[values.isfinite()]
-    wanted = finite.abs().max().view(1) if finite.numel() else torch.zeros(1)
-    got = largest_magnitude(weight)
-    assert got.dtype == torch.float32 and torch.equal(got.cpu(), wanted)

@@ -26,7 +26,7 @@ from zeropp_fp8.plan import Hardware, Job, MemoryEstimate, Method, Model, PlanEr
 from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.job import BYTES_16BIT, require_at_least_zero
 from zeropp_fp8.plan.recommend import FULL, LORA
-from zeropp_fp8.plan.step_time import Estimate, evaluation
+from zeropp_fp8.plan.step_time import Estimate, forward_pass
 
 RLHF_METHODS = (
     "stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "zeropp-exact",
@@ -110,7 +110,7 @@ def iteration(method: Method, job: Job, hardware: Hardware, response: int = 0) -
     return IterationEstimate(
         method.name,
         generation,
-        sum(evaluation(method, each, hardware, copied).seconds for each, copied in passes),
+        sum(forward_pass(method, each, hardware, not copied).seconds for each, copied in passes),
         sum(one.step_s for one in steps),
         gathered + sum(method.forward_traffic(each, not copied).inter for each, copied in passes),
         sum(one.inter_bytes for one in steps),
@@ -127,7 +127,7 @@ def _together(trained: Sequence[MemoryEstimate], others: Sequence[MemoryEstimate
 
 def _generation_seconds(method: Method, job: Job, hardware: Hardware, response: int) -> float:
     """All weights in 16 bits on each GPU, adapters merged, eager code; DeepSpeed's hooks rest."""
-    gather = evaluation(method, job, hardware).seconds
+    gather = forward_pass(method, job, hardware, first=True).seconds
     read = BYTES_16BIT * job.model.parameters / (hardware.memory_gbs * 1e9)
     host = job.model.layers * hardware.host_per_block_ms * TOKEN_HOST / 1e3
     return gather + response * max(read, host)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 import torch.distributed as dist
 
-from zeropp_fp8.comm import (
-    ErrorFeedback,
-    WireLedger,
-    make_topology,
-    quantized_all_gather,
-    quantized_reduce_scatter,
-)
+from zeropp_fp8.comm import ErrorFeedback, WireLedger, make_topology
 from zeropp_fp8.comm.all_gather import gather_through, rows_by_rank
+from zeropp_fp8.comm.lanes import Lane
+from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
 from zeropp_fp8.formats import make_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,6 +80,24 @@ def plan_formats(plan):
 def gather_format(name, dtype):
     options = GATHER_FORMATS[name]
     return make_format(**options, dtype=DTYPES[dtype]) if name == "none" else make_format(**options)
+
+
+def quantized_all_gather(own, wire_format, topology, ledger=None):
+    """All ranks' flat shards, equally long, sent in `wire_format`."""
+    levels = list(itertools.chain(*topology.gather_levels()))
+    rows = rows_by_rank(gather_through(wire_format.encode(own), levels, ledger), [level.size for level in levels])
+    return wire_format.decode_rows(rows, own.numel(), own.dtype).view(-1)
+
+
+@torch.no_grad()
+def quantized_reduce_scatter(tensors, topology, intra_format, inter_format, **more):
+    """For each tensor this rank's slice of the mean over ranks, in fp32; `more`: fields of the reduction."""
+    shapes, dtypes, device = [t.shape for t in tensors], [t.dtype for t in tensors], tensors[0].device
+    plan = ReduceScatterPlan(shapes, dtypes, topology, intra_format, inter_format, device)
+    results, here = [torch.zeros(size, device=device) for size in plan.slice_numels], Lane.here()
+    for _ in plan.run(tensors, results, Reduction(Rings.on(device), here, here, **more)):
+        pass
+    return results
 
 
 def attempt(function):

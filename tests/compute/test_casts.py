@@ -220,13 +220,11 @@ def test_what_is_refused():
             casts.cast_per_tensor(matrix, torch.float8_e4m3fn, wrong)
         with pytest.raises(ValueError, match="amax_out must be fp32"):
             casts.cast_per_tensor(matrix, torch.float8_e4m3fn, amax_out=wrong)
+    wanted = torch.float8_e4m3fn, torch.ones(1), None, True, True
     with pytest.raises(ValueError, match="gate is"):
-        casts.swiglu_cast(matrix, torch.ones(4, 5), torch.float8_e4m3fn, torch.ones(1))
-    norm = torch.ones(4), torch.float8_e4m3fn, torch.ones(1)
+        casts.swiglu(matrix, torch.ones(4, 5), *wanted)
     with pytest.raises(ValueError, match="weight must be"):
-        casts.rms_norm_cast(matrix, torch.ones(4).bfloat16(), *norm)
-    with pytest.raises(ValueError, match="inverse_rms must be"):
-        casts.rms_norm_cast(matrix, torch.ones(matrix.shape[1]), torch.ones(1), *norm[1:])
+        casts.rms_norm(matrix, torch.ones(4).bfloat16(), torch.ones(4), *wanted)
 
 
 def test_an_operand_knows_its_granularity():
@@ -246,18 +244,19 @@ def test_fused_casts_round_as_the_modules_do(dtype):
     torch.nn.init.uniform_(norm.weight)
     scale, record = torch.full((1,), 0.02), torch.zeros(1)
     for wanted, fused in (
-        (torch.nn.functional.silu(gate) * up, (casts.swiglu_cast, gate, up)),
-        (norm(gate).detach(), (casts.rms_norm_cast, gate, norm.weight, casts.inverse_rms(gate, 1e-5))),
+        (torch.nn.functional.silu(gate) * up, (casts.swiglu, gate, up)),
+        (norm(gate).detach(), (casts.rms_norm, gate, norm.weight.detach(), casts.inverse_rms(gate, 1e-5))),
     ):
         cast, *inputs = fused
-        operand, operand_t, values = cast(*inputs, torch.float8_e4m3fn, scale, record.zero_())
+        operand, operand_t, values = cast(*inputs, torch.float8_e4m3fn, scale, record.zero_(), True, True)
         assert torch.equal(values, wanted)
         for one, expected in zip((operand, operand_t), casts.cast_per_tensor(wanted, torch.float8_e4m3fn, scale)):
             check_operand(one, expected)
         assert record.item() == wanted.float().abs().max().item()
-        assert cast(*inputs, torch.float8_e4m3fn, scale, plain=False)[0] is None
+        assert cast(*inputs, torch.float8_e4m3fn, scale, None, False, True)[0] is None
     reference = gate.double() / (1 + (-gate.double()).exp()) * up.double()
-    assert signal_to_noise_db(reference, casts.swiglu_cast(gate, up, torch.float8_e4m3fn, scale)[0].dequantize()) > 28
+    operand, *_ = casts.swiglu(gate, up, torch.float8_e4m3fn, scale, None, True, True)
+    assert signal_to_noise_db(reference, operand.dequantize()) > 28
 
 
 # -- the kernels ----------------------------------------------------------------------------------------------------

@@ -130,21 +130,21 @@ def test_every_gate_in_bf16():
     """silu of all bf16 numbers as torch rounds it."""
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).to(CUDA)
     gate = torch.where(gate.isfinite(), gate, 0)
-    values = casts.swiglu_cast(gate, torch.ones_like(gate), torch.float8_e4m3fn, torch.ones(1, device=CUDA))[2]
+    wanted = torch.float8_e4m3fn, torch.ones(1, device=CUDA), None, True, True
+    values = casts.swiglu(gate, torch.ones_like(gate), *wanted)[2]
     assert torch.equal(values, torch.nn.functional.silu(gate))
 
 
 def every_cast(matrix, scale, record):
     """All operands that can be made of a matrix, with what they need."""
     weight = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    wanted = torch.float8_e4m3fn, scale, record, True, True
     return {
         **{name: lambda cast=cast: cast(matrix, torch.float8_e4m3fn) for name, cast in CASTS.items()},
         "row, plain": lambda: casts.cast_per_row(matrix, torch.float8_e4m3fn, transposed=False),
         "delayed": lambda: casts.cast_per_tensor(matrix, torch.float8_e5m2, scale, record),
-        "swiglu": lambda: casts.swiglu_cast(matrix, matrix, torch.float8_e4m3fn, scale, record)[:2],
-        "rms norm": lambda: casts.rms_norm_cast(
-            matrix, weight, casts.inverse_rms(matrix, 1e-5), torch.float8_e4m3fn, scale, record
-        )[:2],
+        "swiglu": lambda: casts.swiglu(matrix, matrix, *wanted)[:2],
+        "rms norm": lambda: casts.rms_norm(matrix, weight, casts.inverse_rms(matrix, 1e-5), *wanted)[:2],
     }
 
 

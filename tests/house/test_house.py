@@ -18,20 +18,20 @@ from tests.places import ROOT
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 967,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
-    "comm": 2094,
-    "compute": 2093,
+    "comm": 2036,
+    "compute": 2050,
     "config": 1774,
     "doctor": 1413,
     "formats": 2587,
-    "kernels": 5316,
+    "kernels": 5106,
     "numerics": 1167,
     "optim": 910,
-    "plan": 1812,
+    "plan": 1808,
     "plugin": 1571,
     "zero": 2923,
     "zero/checkpoint": 385,
     "zero/export": 440,
-    "zero/frozen": 1294,
+    "zero/frozen": 1248,
     "zero/gather": 2689,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1030,

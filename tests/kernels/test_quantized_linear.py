@@ -19,8 +19,6 @@ from quantized_cases import (
     DTYPES,
     FORMATS,
     check_each_number,
-    check_fp8,
-    check_largest,
     check_spoiled,
     lora_of,
     make,
@@ -32,8 +30,7 @@ from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
 from zeropp_fp8.kernels.linear import code_words
 from zeropp_fp8.kernels.linear.quantized_linear import Launch, Lora, QuantizedLinear, launch_of, quantized_linear
-from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
-from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply, largest_magnitude
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply
 
 # -- kernels in the interpreter --------------------------------------------------------------------------------------
 
@@ -150,29 +147,6 @@ print("done")
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
-def test_fp8_codes_in_the_interpreter():
-    """Every format kernels decode, with rows that are no multiple of 16, of blocks, or of slices; saturation, NaN."""
-    script = """
-import torch
-from quantized_cases import DTYPES, FORMATS, check_fp8, make, normal, weight_of
-from zeropp_fp8.formats import make_format
-
-formats = [*map(make, FORMATS), make_format("int4", block_size=64, hadamard=True), make_format("fp8_e4m3"),
-           make_format("mxfp4"), make_format("fp8_e4m3", double_quantize=True)]
-for i, fmt in mine(enumerate(formats)):
-    (outputs, columns, slices, extra), multiplier = (((19, 64, 3, 1), 0.9), ((33, 17, 2, 0), 300.0))[i % 2]
-    values = normal(outputs, columns, dtype=DTYPES[("bf16", "fp32", "fp16")[i % 3]])
-    values[-1, -1] = torch.nan
-    check_fp8(weight_of(values, fmt, slices, extra), multiplier)
-if turn():
-    check_fp8(weight_of(normal(19, 48), make("int4"), 2), 0.9)
-if turn():
-    check_fp8(weight_of(normal(300, 64), make("int4"), 1, ordered=False), 100.0)
-print("done")
-"""
-    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
-
-
 # -- inline assembly -------------------------------------------------------------------------------------------------
 
 
@@ -244,27 +218,23 @@ def test_compiles_without_a_gpu(capability):
 import re
 import ptxas
 import triton
-import triton.language as tl
 from quantized_cases import make
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.kernels.linear.code_words import pairing
 from zeropp_fp8.kernels.linear.quantized_linear import launch_of
 from zeropp_fp8.kernels.linear.quantized_linear_kernel import Form, quantized_linear_kernel
-from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8_kernel
-from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 CAPABILITY = {capability}
-POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "multiplier_ptr": "*fp32",
-             "codes_ptr": "*u8", "x_ptr": "*bf16", "reduced_ptr": "*bf16", "bias_ptr": "*bf16", "lora_B_ptr": "*bf16",
-             "out_ptr": "*bf16"}}
+POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "x_ptr": "*bf16", "reduced_ptr": "*bf16",
+             "bias_ptr": "*bf16", "lora_B_ptr": "*bf16", "out_ptr": "*bf16"}}
 TYPES = {{**POINTERS, "scaling": "fp32"}}
 
-def compiled(kernel, constants, warps, aligned, **options):
+def compiled(kernel, constants, warps, **options):
     signature, attributes = {{}}, {{}}
     for place, argument in enumerate(kernel.jitted.arg_names):
         signature[argument] = "constexpr" if argument in constants else TYPES.get(argument, "i32")
-        if argument in POINTERS or (aligned and argument not in constants):
+        if argument in POINTERS:
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {{"num_warps": warps, "enable_fp_fusion": False, **options}}
@@ -297,7 +267,7 @@ def check_linear(name, count, rank_steps=0):
         row_groups=launch.row_groups, groups=launch.groups,
     )
     constants = dict(FORM=form)
-    code = compiled(quantized_linear_kernel, constants, launch.warps, False, maxnreg=launch.max_registers)
+    code = compiled(quantized_linear_kernel, constants, launch.warps, maxnreg=launch.max_registers)
     found = [loop for loop in loops(code) if "mma.sync" in loop]
     assert len(found) == 2, (name, len(found))  # the second one clamps
     for loop in found:
@@ -309,19 +279,9 @@ def check_linear(name, count, rank_steps=0):
         assert loop.count("mma.sync") * 8 == numbers * launch.groups, (name, loop.count("mma.sync"))
     return code
 
-def check_fp8(name):
-    form = KernelFormat.of(make(name))
-    constants = dict(
-        DTYPE=tl.bfloat16, LIMIT=3.38e38, FORMAT=form, ORDERED=True, PADDED=False, LARGEST=448.0, NATIVE_FP8=True
-    )
-    code = compiled(quantized_to_fp8_kernel, constants, form.num_warps, True)
-    assert "st.global.v4.b32" in code and ".local" not in code
-    assert "cvt.rn.satfinite.e4m3x2.f32" in code
-
 checks = [(check_lora, "int4", 1)]
 if CAPABILITY == 90:
     checks += [(check_linear, "int8", 1), (check_lora, "nf4-double", 32), (check_lora, "nf4-double", 8)]
-    checks += [(check_fp8, "int4"), (check_fp8, "nf4-double")]
 for check, *arguments in mine(checks):
     check(*arguments)
 print("done")
@@ -348,8 +308,6 @@ def test_torch_code(name):
     assert torch.equal(weight.dequantize(), torch.cat([weight_of(values, fmt, 3).dequantize()]))
     check_each_number(weight, use_kernel=None)
     check_spoiled(values, fmt, 2, 3 * 4 * fmt.block_size, use_kernel=None)
-    check_fp8(weight, 50.0, use_kernel=None)
-    check_largest(weight)
 
 
 @given(
@@ -364,7 +322,7 @@ def test_torch_code(name):
 )
 @settings(derandomize=True, max_examples=60)
 def test_properties(name, outputs, blocks, slices, extra, count, dtype, seed):
-    """The elements of any slices are those of the matrix; the largest, the product and FP8 codes are theirs."""
+    """The elements of any slices are those of the matrix, and the product is theirs."""
     fmt = make(name)
     values = normal(outputs, blocks * fmt.block_size, dtype=DTYPES[dtype], seed=seed)
     weight = weight_of(values, fmt, slices, extra, seed=seed)
@@ -372,8 +330,6 @@ def test_properties(name, outputs, blocks, slices, extra, count, dtype, seed):
     flat[: values.numel()] = values.view(-1)
     parts = [fmt.decode(fmt.encode(part), part.shape, part.dtype) for part in flat.split(weight.slice_numel)]
     assert torch.equal(weight.dequantize(), torch.cat(parts)[: values.numel()].view(values.shape))
-    check_largest(weight)
-    check_fp8(weight, 100.0, use_kernel=None)
     x, bias = normal(count, values.shape[1], dtype=values.dtype), normal(outputs, dtype=values.dtype)
     got = quantized_linear(x, weight, bias).double()
     wanted = x.double() @ weight.dequantize().double().t() + bias.double()
@@ -391,23 +347,6 @@ def test_no_numbers():
         for use_kernel in (None, True):  # nothing is launched
             got = quantized_linear(x, weight, bias, use_kernel)
             assert got.shape == (count, outputs) and (columns or torch.equal(got, bias.expand(count, outputs)))
-        length = -(-columns // 16) * 16
-        assert outputs * columns or quantized_to_fp8(weight, torch.ones(1), True).shape == (outputs, length)
-
-
-def test_largest_magnitude_of_special_numbers():
-    """NaN and what lies beyond the weight's end do not count; 0 where nothing else is there."""
-    values = normal(4, 128)
-    values[2, 3], values[1, 1] = torch.nan, 77.0
-    check_largest(weight_of(values, make("int4-32"), 3))
-    check_largest(weight_of(torch.full((4, 64), torch.nan), make("int8"), 2))
-    beyond = weight_of(torch.full((5, 128), 9.0), make("int8"), 1)
-    shorter = QuantizedWeight(beyond.payload, 48, beyond.wire_format, 640, (3, 128), torch.float32, beyond.row_of_slice)
-    assert largest_magnitude(shorter).item() == shorter.dequantize().max().item()
-    values = torch.cat([torch.full((2, 128), 3.0), torch.full((2, 128), 9.0)])
-    whole = weight_of(values, make("int8"), 1)
-    part = QuantizedWeight(whole.payload, 48, whole.wire_format, 512, (2, 128), torch.float32, whole.row_of_slice)
-    assert 2.9 < largest_magnitude(part).item() < 3.1
 
 
 def test_what_a_weight_refuses():
@@ -489,17 +428,6 @@ def test_what_products_refuse():
             quantized_linear(normal(3, 128), weight_of(normal(4, 128), fmt, 1))
     assert all(can_multiply(make(name)) for name in FORMATS) and not can_multiply(make_format("none"))
     assert not can_multiply(make_format("int8", block_size=None))
-
-
-def test_what_fp8_codes_refuse():
-    weight = weight_of(normal(4, 64), make("int4-32"), 2)
-    for multiplier in (torch.ones(2), torch.ones(1).double(), torch.ones(1, device="meta")):
-        with pytest.raises(ValueError, match="multiplier must be one fp32 number on cpu"):
-            quantized_to_fp8(weight, multiplier)
-    long_blocks = make_format("int4", block_size=32768)
-    with pytest.raises(ValueError, match="kernels do not decode the format int4"):
-        quantized_to_fp8(weight_of(normal(4, 32768), long_blocks, 1), torch.ones(1))
-    assert quantized_to_fp8(weight, torch.ones(())).shape == (4, 64)
 
 
 def test_sizes_beyond_the_kernel():

@@ -7,7 +7,6 @@ of the model; in a ring it would send (W-1)/W.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from zeropp_fp8.comm.issue import issue
 from zeropp_fp8.comm.ledger import WireLedger
-from zeropp_fp8.comm.topology import Level, Topology
-from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.comm.topology import Level
 
 # torch 2.13 renamed all_gather_into_tensor.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -74,20 +72,3 @@ def ranks_held(level_sizes: Sequence[int], hops: int, rank: int) -> list[int]:
     place = (ranks == rank).nonzero()[0].tolist()
     held = ranks[(slice(None),) * hops + tuple(place[hops:])]
     return held.permute(tuple(reversed(range(hops)))).reshape(-1).tolist()
-
-
-def quantized_all_gather(
-    shard: Tensor, wire_format: WireFormat, topology: Topology, ledger: WireLedger | None = None
-) -> Tensor:
-    """All-gather equal flat shards in `wire_format`.
-
-    Args:
-        shard: flat fp32, bf16 or fp16 tensor [n], the same n on every rank.
-
-    Returns:
-        [world_size * n] of the shard's dtype, the same bits on every rank.
-    """
-    payload = wire_format.encode(shard)
-    levels = list(itertools.chain(*topology.gather_levels()))
-    rows = rows_by_rank(gather_through(payload, levels, ledger), [level.size for level in levels])
-    return wire_format.decode_rows(rows, shard.numel(), shard.dtype).view(-1)

@@ -374,38 +374,3 @@ def formats_of_hops(
     intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
     inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
     return intra, inter
-
-
-@torch.no_grad()
-def quantized_reduce_scatter(
-    tensors: Sequence[Tensor],
-    topology: Topology,
-    intra_format: WireFormat | None,
-    inter_format: WireFormat | None,
-    *,
-    ledger: WireLedger | None = None,
-    error_feedback: ErrorFeedback | None = None,
-    keys: Sequence[str] | None = None,
-) -> list[Tensor]:
-    """Reduce-scatter the mean over ranks of `tensors`, one message per hop for all of them.
-
-    Args:
-        tensors: fp32, bf16 or fp16 tensors of any shape, the same shapes and order on every rank.
-        intra_format, inter_format: see ReduceScatterPlan.
-        error_feedback, keys: see Reduction.
-
-    Returns:
-        for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean. Padding beyond the tensor's
-        end is zero.
-    """
-    if not tensors:
-        return []
-    device = tensors[0].device
-    shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
-    plan = ReduceScatterPlan(shapes, dtypes, topology, intra_format, inter_format, device)
-    results = [torch.zeros(size, dtype=torch.float32, device=device) for size in plan.slice_numels]
-    here = Lane.here()
-    reduction = Reduction(Rings.on(device), here, here, ledger, error_feedback, keys)
-    for _ in plan.run([t.detach().contiguous() for t in tensors], results, reduction):
-        pass
-    return results

@@ -164,33 +164,17 @@ def codes_of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _codes(matrix.float(), scale, dtype)
 
 
-def swiglu_cast(
-    gate: Tensor,
-    up: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax_out: Tensor | None = None,
-    plain: bool = True,
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> OperandsAndValues:
+def swiglu(gate: Tensor, up: Tensor, *wanted) -> OperandsAndValues:
     """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor.
 
     Args:
-        gate, up: bf16, fp16 or fp32 [R, C], of one dtype.
-        scale: see `cast_per_tensor`; None: a cast after the result is made.
-        others: see `cast_per_tensor`.
+        gate, up: bf16, fp16 or fp32 [R, C], contiguous, of one dtype, whose history is not written.
+        wanted: dtype, scale (None: a cast after the result is made), amax_out, plain, transposed and use_kernels, as
+            they should be: see `per_tensor`.
 
     Returns:
         (operand [R, C], operand [C, R], result [R, C] in the inputs' dtype), None for a copy that is not wanted.
     """
-    gate, up = _checked(gate, dtype), _checked(up, dtype)
-    _check_scalars(gate, scale=scale, amax_out=amax_out)
-    return swiglu(gate, up, dtype, scale, amax_out, plain, transposed, use_kernels)
-
-
-def swiglu(gate: Tensor, up: Tensor, *wanted) -> OperandsAndValues:
-    """`swiglu_cast` where no history is written, of contiguous matrices, a scale and an amax as they should be."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}")
     return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
@@ -206,38 +190,16 @@ def inverse_rms(matrix: Tensor, epsilon: float, use_kernels: bool | None = None)
     return torch.rsqrt(matrix.float().pow(2).mean(dim=1) + epsilon)
 
 
-def rms_norm_cast(
-    matrix: Tensor,
-    weight: Tensor,
-    inverse_rms: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax_out: Tensor | None = None,
-    plain: bool = True,
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> OperandsAndValues:
+def rms_norm(matrix: Tensor, weight: Tensor, inverse_rms: Tensor, *wanted) -> OperandsAndValues:
     """weight * (matrix / root mean square of each row), then cast per tensor.
 
     Rounds as LlamaRMSNorm of transformers does: normalization in fp32, its result and the product to the matrix' dtype.
 
     Args:
-        matrix: bf16, fp16 or fp32 [R, C].
-        weight: [C], of the matrix' dtype.
+        matrix: bf16, fp16 or fp32 [R, C], contiguous; weight: [C], of its dtype. Their history is not written.
         inverse_rms: fp32 [R], 1 / root mean square of each row, as the function of that name gives it.
-        others, result: see `swiglu_cast`.
+        wanted, result: see `swiglu`.
     """
-    matrix = _checked(matrix, dtype)
-    if inverse_rms.shape != matrix.shape[:1] or inverse_rms.dtype != torch.float32:
-        shape = list(inverse_rms.shape)
-        raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
-    _check_scalars(matrix, scale=scale, amax_out=amax_out)
-    given = matrix, weight.detach().contiguous(), inverse_rms, dtype, scale, amax_out, plain, transposed
-    return rms_norm(*given, use_kernels)
-
-
-def rms_norm(matrix: Tensor, weight: Tensor, inverse_rms: Tensor, *wanted) -> OperandsAndValues:
-    """`rms_norm_cast` where no history is written, of contiguous tensors, a scale and an amax as they should be."""
     if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
         raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
     inputs = matrix, weight, inverse_rms

@@ -35,11 +35,6 @@ class HighPrecision(NamedTuple):
     grad_input: bool = False
     grad_weight: bool = False
 
-    @property
-    def takes_weight(self) -> bool:
-        """Whether one of them multiplies the weight."""
-        return self.output or self.grad_input
-
 
 _NONE_IN_HIGH = HighPrecision()
 

@@ -25,7 +25,6 @@ linear/, with weights that lie as codes:
 
     quantized_linear.py         a layer for few rows of x, with LoRA
     quantized_linear_kernel.py  its kernel, x @ W^T
-    quantized_to_fp8.py         their codes in FP8, without the 16-bit weight in between
     quantized_weight.py         which bytes hold which elements
     code_words.py               decoding words of codes in registers
 

@@ -208,7 +208,8 @@ def _pass_time(wire: float, parts: dict[str, float], blocks: int, overlap: float
     return PassTime(overlapped(wire, busy, blocks, overlap), parts, max(candidates, key=parts.__getitem__))
 
 
-def _forward(method: Method, job: Job, hardware: Hardware, first: bool) -> PassTime:
+def forward_pass(method: Method, job: Job, hardware: Hardware, first: bool) -> PassTime:
+    """A pass of a step, or an evaluation; `first`: no copies of the weights as they are now are there."""
     traffic = method.forward_traffic(job, first)
     parts = wire_parts(traffic, method.gathers(job), job, hardware)
     wire = _wire_seconds(traffic, parts)
@@ -239,11 +240,6 @@ def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     return shard * getattr(hardware, f"{method.update}_bytes") / (hardware.memory_gbs * 1e9)
 
 
-def evaluation(method: Method, job: Job, hardware: Hardware, copied: bool = False) -> PassTime:
-    """One forward pass without gradients; `copied`: copies of the weights as they are now are there."""
-    return _forward(method, job, hardware, first=not copied)
-
-
 def estimate(method: Method, job: Job, hardware: Hardware, copied: bool = False) -> StepEstimate:
     """Time, bytes and memory of one optimizer step; `copied`: an evaluation since the last one has filled the copies.
 
@@ -257,10 +253,10 @@ def estimate(method: Method, job: Job, hardware: Hardware, copied: bool = False)
             f"give at least one parameter a rank"
         )
     repeats = job.micro_batches
-    first, last = _forward(method, job, hardware, first=not copied), _backward(method, job, hardware, last=True)
+    first, last = forward_pass(method, job, hardware, first=not copied), _backward(method, job, hardware, last=True)
     later, earlier = first, last  # in a step of one micro-batch they are not there
     if repeats > 1:
-        later, earlier = _forward(method, job, hardware, first=False), _backward(method, job, hardware, last=False)
+        later, earlier = forward_pass(method, job, hardware, first=False), _backward(method, job, hardware, last=False)
     optimizer = optimizer_seconds(method, job, hardware)
     forward_s = first.seconds + (repeats - 1) * later.seconds
     backward_s = (repeats - 1) * earlier.seconds + last.seconds

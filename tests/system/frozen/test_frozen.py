@@ -50,32 +50,38 @@ def test_on_any_number_of_ranks(world, ranks_per_node, dtype, scope):
         assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
 
 
+CURRENT, DELAYED = {"format": "fp8", "scaling": "current"}, {"format": "fp8"}
+
+
 @pytest.mark.parametrize(
-    "fields, world, ranks_per_node",
-    [(FORMATS["int4"], 4, 2), (FORMATS["nf4, double"], 3, 3), (FORMATS["nf4, double"], 1, 1)],
-    ids=["int4", "nf4, double", "one rank"],
+    "fields, world, ranks_per_node, compute, more",
+    [
+        (FORMATS["int4"], 4, 2, CURRENT, {}),
+        (FORMATS["nf4, double"], 3, 3, CURRENT, {}),
+        (FORMATS["nf4, double"], 1, 1, CURRENT, {}),
+        (FORMATS["int4"], 2, 1, DELAYED, {"secondary": {"scope": "node"}}),
+    ],
+    ids=["int4", "nf4, double", "one rank", "delayed"],
 )
-def test_fp8_operands_come_straight_from_codes(fields, world, ranks_per_node):
-    """A layer computes in FP8 what it computes after decoding its weight and casting that, bit for bit."""
-    more = {
-        "compute": {"format": "fp8", "scaling": "current"},
-        "topology": {"ranks_per_node": ranks_per_node},
-    }
+def test_fp8_compute_casts_what_codes_decode_to(fields, world, ranks_per_node, compute, more):
+    """Bit for bit what a layer computes whose weight was rounded beforehand."""
+    more = {"compute": compute, "topology": {"ranks_per_node": ranks_per_node}, **more}
     for stored, rounded in run_ranks(
         jobs.equals_rounded_weights, world=world, ranks_per_node=ranks_per_node, fields=fields, dtype="bf16", **more
     ):
-        assert stored["operands"] == 8 and rounded["operands"] == 0  # 152 features are no multiple of 16
+        assert stored["operands"] == rounded["operands"] == 0 and len(stored["stored"]) == 14
         assert stored["losses"] == rounded["losses"]
         assert all(torch.equal(stored["weights"][n], rounded["weights"][n]) for n in rounded["weights"])
         assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
 
 
-def test_fp8_operands_with_delayed_scales():
-    more = {"compute": {"format": "fp8"}, "secondary": {"scope": "node"}}
+def test_fp8_compute_under_zero_init():
+    """Which makes the adapters in bf16."""
+    more = {"compute": DELAYED, "secondary": {"scope": "node"}}
     for stored, rounded in run_two(
         jobs.equals_rounded_weights, fields=FORMATS["int4"], dtype="bf16", zero_init=True, **more
     ):
-        assert stored["operands"] == 8 and stored["losses"] == pytest.approx(rounded["losses"], rel=2e-3)
+        assert stored["operands"] == 0 and stored["losses"] == pytest.approx(rounded["losses"], rel=2e-3)
 
 
 @pytest.mark.parametrize("world, ranks_per_node, scope", [(1, 1, "none"), (3, 3, "none"), (4, 2, "node")])

@@ -123,22 +123,3 @@ class QuantizedWeight:
         if self.row_of_slice is not None:
             slices = slices.index_select(0, self.row_of_slice)
         return slices.view(-1)[: self.numel].view(self.shape)
-
-
-@torch.no_grad()
-def largest_magnitude(weight: QuantizedWeight) -> Tensor:
-    """fp32 [1]: the largest finite magnitude of a weight's values in its dtype, 0 where there is none.
-
-    What compute/casts.py takes a tensor's scale from. A slice at a time is decoded, in torch code: it is done once a
-    weight. Nothing waits for the device.
-    """
-    largest = weight.payload.new_zeros(1, dtype=torch.float32)
-    payload = weight.payload[:, weight.offset : weight.offset + weight.wire_format.payload_bytes(weight.slice_numel)]
-    order = weight.row_of_slice
-    for index in range(-(-weight.numel // weight.slice_numel)):
-        own = slice(index, index + 1)
-        row = payload[own] if order is None else payload.index_select(0, order[own])
-        values = weight.wire_format.decode_rows(row, weight.slice_numel, weight.dtype)
-        values = values[0, : weight.numel - index * weight.slice_numel].float().abs_()
-        largest = torch.maximum(largest, values.nan_to_num_(nan=0.0, posinf=0.0).amax())
-    return largest

@@ -4,7 +4,7 @@ store.py        a stored parameter: to codes and back, gathering, writing, error
 selection.py    which weights are stored, while a model is made and when an engine is
 init.py         deepspeed.zero.Init that stores, and gathers each parameter through its engine
 unit.py         a storage (gather/): what rests is what travels
-operands.py     FP8 operands straight from codes
+operands.py     weights that rest as FP8 operands
 checkpoint.py   saving and loading codes
 saved_ranks.py  reading what other ranks have saved
 (../fragment.py  what a checkpoint holds of a stored parameter; pickles name that module)

@@ -68,17 +68,13 @@ class StoredUnit(SlicedUnit):
         return self.payload if self.route.reached == 1 and self.payload.device == self.route.device else None
 
     def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:
-        payloads = self.codes_in(gathered)
-        return [(self.packed[index], self._operand(index, payloads)) for index in self._not_decoded()]
-
-    def _operand(self, index: int, payloads: Tensor) -> Float8Operand:
-        """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
-        param, layout, operands = self.packed[index], self.layout, self.storage.operands
-        if not operands.rests_as_operand(param):
-            return operands.operand(param, self.weight_in(index, payloads))
-        rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
+        payloads, layout, found = self.codes_in(gathered), self.layout, []
         order = None if self.route.in_rank_order else self.route.rows_in_rank_order
-        return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
+        for index in self._not_decoded():
+            param, start, numel = self.packed[index], layout.offsets[index], layout.slice_numels[index]
+            rows = payloads[:, start : start + layout.sizes[index]]
+            found.append((param, self.storage.operands.operand_at_rest(param, rows, numel, order)))
+        return found
 
 
 class Stored(Storage):
@@ -146,7 +142,7 @@ class Stored(Storage):
             numel = sum(sharded.numel(p) for p in members)
             at_rest = sum(sharded.shard(p).numel() for p in members) * self.route.world_size / numel
             remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes per parameter on all ranks together"]
-            operands = sum(self.operands.rests_as_operand(p) for p in members)
+            operands = sum(p in self.operands for p in members)
             if operands:
                 remarks.append(f"{operands} are GEMM operands as they rest")
             if operands < len(members) and not self._has_kernel(stored_weight(members[0]).wire_format):
