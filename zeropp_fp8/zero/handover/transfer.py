@@ -11,7 +11,6 @@ from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,18 +21,6 @@ from zeropp_fp8.zero.handover.update import Update
 from zeropp_fp8.zero.handover.updates import Updates
 
 
-class Client(Protocol):
-    """How a trainer reaches an engine: vLLM's `VLLMWeightSyncClient`. Calls block, and raise what fails there."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
 class Transfer:
     """Sends updates to receivers that a client tells what comes. Made on every rank, which call its methods together.
 
@@ -41,7 +28,8 @@ class Transfer:
     may have been started again.
 
     Args:
-        client: reaches the engine that has the receivers. Rank 0 alone uses it.
+        client: reaches the engine that has the receivers: a `VLLMWeightSyncClient` of vLLM's, or what has its methods.
+            They block, and raise what fails there. Rank 0 alone uses it.
         address, port: where receivers meet rank 0; port 0 is any that is free.
         receivers: how many processes; seconds: that one waits for another.
 
@@ -55,7 +43,7 @@ class Transfer:
     def __init__(
         self,
         source: WeightSource,
-        client: Client,
+        client,
         address: str,
         port: int = 0,
         receivers: int = 1,

@@ -8,7 +8,6 @@ vLLM's own loader of patches. Where there is no room for that, vLLM's "sparse_nc
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +35,6 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, "UpdateEngine")
 
 
-@dataclass
-class JoinInfo:
-    """The arguments of `init_weight_transfer_engine`, as `Transfer` gives them."""
-
-    master_address: str
-    master_port: int
-    world_size: int
-    rank_offset: int
-
-
 def _changed(now: Tensor, before: Tensor | None) -> Tensor:
     """The places of elements with other bits; all where nothing was there."""
     if before is None:
@@ -64,7 +53,7 @@ def __getattr__(name: str) -> Any:
     class UpdateEngine(WeightTransferEngine):
         """Receives updates, and gives what they have changed to the model of a worker."""
 
-        init_info_cls = JoinInfo
+        init_info_cls = dict  # of what `Transfer` gives
         update_info_cls = Header
         supports_draft_weight_update = False
 
@@ -73,11 +62,11 @@ def __getattr__(name: str) -> Any:
             self._receiver = Receiver(device=device)
             self._group: TransferGroup | None = None
 
-        def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
             self.shutdown()
             parallel = self.parallel_config
             number = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._group = TransferGroup.join(vars(init_info), number, self.device)
+            self._group = TransferGroup.join(init_info, number, self.device)
 
         def start_weight_update(self) -> None:
             """Nothing: patches are applied in place."""
