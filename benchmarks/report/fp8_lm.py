@@ -201,8 +201,8 @@ def owners_plan() -> str:
         for ranks in (8, 32):
             cells = []
             for split in ("none", "balance"):
-                balance = balance_of(tensors, plan_parts(tensors, ranks, 8, split), ranks, 8)
-                cells.append(f"{balance.memory_max_over_mean:.3f} / {balance.block_egress_mean_block:.2f}")
+                memory, _, mean_block = balance_of(tensors, plan_parts(tensors, ranks, 8, split), ranks)
+                cells.append(f"{memory:.3f} / {mean_block:.2f}")
             rows.append([f"{name}, {ranks} ranks", *cells])
     return table(["", "plain greedy: memory / a block's exchange (mean block)", "`balance`"], rows)
 

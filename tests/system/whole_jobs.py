@@ -53,7 +53,7 @@ def what_ranks_hold(split, zero_init):
                 taken[owner] += numel
             joined[name] = torch.cat(pieces).view(params[name].ds_shape)
         sizes = {name: shard.numel() for name, shard in shards.items()}
-        return owned, sizes, equal(joined, full_weights(engine.module)), str(placement.balance)
+        return owned, sizes, equal(joined, full_weights(engine.module)), placement.balance
 
     return run(spec_of(fields(split), "fp32", zero_init=zero_init), [see(look)]).seen[0]
 

@@ -198,7 +198,7 @@ def test_parts_of_llama_7b_on_8_ranks():
     for tensor, parts_of_it in zip(tensors, count):
         name = tensor.name.split(".")[-1]
         assert parts_of_it == {"gate": 2, "up": 2, "down": 2, "embed": 8, "head": 8}.get(name, 1)
-    assert balance_of(tensors, parts, 8, 8).block_egress_max_over_mean == pytest.approx(2 * 4096**2 / 25.3e6, abs=0.01)
+    assert balance_of(tensors, parts, 8)[1] == pytest.approx(2 * 4096**2 / 25.3e6, abs=0.01)
 
 
 @pytest.mark.parametrize("ranks", [64, 128, 256])
@@ -376,12 +376,7 @@ def test_plan_properties(tensors, world, split):
     # parts are dealt out together, at near ties of half the largest on both sides.
     slack = {"none": largest["part"], "balance": 2 * largest["unit"]}[split]
     assert memory.max() <= memory.mean() + slack + len(parts)  # bytes are rounded by part
-
-    balance = balance_of(tensors, parts, ranks, ranks_per_node)
-    assert balance.parts == len(parts)
-    assert balance.split_tensors == len(tensors) - sum(
-        sum(part.tensor == index for part in parts) == 1 for index in range(len(tensors))
-    )
+    assert all(1 - 1e-9 < ratio <= ranks + 1e-9 for ratio in balance_of(tensors, parts, ranks))
 
 
 @settings(max_examples=100)
@@ -393,34 +388,15 @@ def test_a_block_is_always_balanced_where_rows_allow_it(shapes, ranks):
     tensors = [TensorStates(str(i), (rows, columns), 8.0, block) for i, (rows, columns, block) in enumerate(shapes)]
     parts = plan_parts(tensors, ranks, 1)
     assert ratios(tensors, parts, ranks, 1)[1] <= 1.5
-    measured = balance_of(tensors, parts, ranks, 1)
-    assert (
-        measured.memory_max_over_mean,
-        measured.block_egress_max_over_mean,
-        measured.block_egress_mean_block,
-        measured.node_egress_max_over_mean,
-    ) == pytest.approx(ratios(tensors, parts, ranks, 1), rel=1e-6)
+    assert balance_of(tensors, parts, ranks) == pytest.approx(ratios(tensors, parts, ranks, 1)[:3], rel=1e-6)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_balance_is_what_the_oracle_measures(split):
     for tensors in (LLAMA_7B, with_lora(LLAMA_3_8B, 16)):
         parts = plan_parts(tensors, 32, 8, split)
-        measured = balance_of(tensors, parts, 32, 8)
-        assert (
-            measured.memory_max_over_mean,
-            measured.block_egress_max_over_mean,
-            measured.block_egress_mean_block,
-            measured.node_egress_max_over_mean,
-        ) == pytest.approx(ratios(tensors, parts, 32, 8), rel=1e-6)
-
-
-def test_balance_line():
-    balance = balance_of(LLAMA_7B, plan_parts(LLAMA_7B, 8, 8), 8, 8)
-    assert "\n" not in str(balance)
-    assert f"memory max/mean {balance.memory_max_over_mean:.3f}" in str(balance)
-    assert "1.33 (mean block 1.33)" in str(balance) and "98 tensors cut" in str(balance)
-    assert str(balance_of([], [], 4, 4)).startswith("memory max/mean 1.000")
+        assert balance_of(tensors, parts, 32) == pytest.approx(ratios(tensors, parts, 32, 8)[:3], rel=1e-6)
+    assert balance_of([], [], 4) == (1.0, 1.0, 1.0)
 
 
 # -- the same on every rank

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_to_owners import OwnedPart, OwnerReducePlan
-from zeropp_fp8.zero.owners.plan import Balance, TensorStates, balance_of, plan_parts
+from zeropp_fp8.zero.owners.plan import TensorStates, balance_of, plan_parts
 from zeropp_fp8.zero.placement import Range, Slices
 
 
@@ -27,13 +27,13 @@ class Owners(Slices):
     """Every parameter on one owner, or cut by rows between a few (plan.py), once they are planned.
 
     Attributes:
-        balance: what ranks have; None: nothing is planned yet.
+        balance: what the start table says of it; None: nothing is planned yet.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
         self._parts: dict[int, list[OwnedRange]] = {}  # by sharded.key, in ascending order of elements
-        self.balance: Balance | None = None
+        self.balance: str | None = None
 
     def plan(
         self,
@@ -68,7 +68,9 @@ class Owners(Slices):
         for part in planned:
             first, end = part.element_range(tensors[part.tensor])
             self._parts[sharded.key(params[part.tensor])].append(OwnedRange(part.owner, first, end - first))
-        self.balance = balance_of(tensors, planned, self.world_size, ranks_per_node)
+        memory, worst, mean = balance_of(tensors, planned, self.world_size)
+        exchange = f"a block's exchange max/mean {worst:.2f} (mean block {mean:.2f})"
+        self.balance = f"memory max/mean {memory:.3f}; {exchange}; {len(planned)} parts of {len(tensors)} tensors"
 
     def parts(self, param: Parameter) -> list[OwnedRange]:
         """All ranks' parts of a parameter, in ascending order of elements."""

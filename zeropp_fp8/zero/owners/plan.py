@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -280,51 +279,17 @@ def _merge_neighbours(parts: Sequence[Part]) -> list[Part]:
     return merged
 
 
-@dataclass
-class Balance:
-    """How even a plan is; 1.0 is perfect. Ratios are the busiest rank's or node's bytes over the mean of all."""
-
-    memory_max_over_mean: float
-    block_egress_max_over_mean: float  # bytes that an owner sends in a block's exchange: worst block
-    block_egress_mean_block: float  # the same, mean of all blocks
-    node_egress_max_over_mean: float  # worst block
-    parts: int
-    split_tensors: int
-
-    def __str__(self) -> str:
-        return (
-            f"memory max/mean {self.memory_max_over_mean:.3f}; a block's exchange max/mean "
-            f"{self.block_egress_max_over_mean:.2f} (mean block {self.block_egress_mean_block:.2f}), "
-            f"by node {self.node_egress_max_over_mean:.2f}; {self.parts} parts, {self.split_tensors} tensors cut"
-        )
-
-
-def balance_of(tensors: Sequence[TensorStates], parts: Sequence[Part], ranks: int, ranks_per_node: int) -> Balance:
-    """Measure a plan. What belongs to no block counts in memory only; without blocks (or bytes) a ratio is 1.0."""
-    memory = [0] * ranks
-    egress: dict[int, list[int]] = {}
+def balance_of(tensors: Sequence[TensorStates], parts: Sequence[Part], ranks: int) -> tuple[float, float, float]:
+    """How even a plan is, by the busiest rank's bytes over the mean of all: in memory, in the exchange of the worst
+    block, and in that of all blocks in the mean. 1.0 is perfect, or nothing is there."""
+    memory = [0.0] * ranks
+    sent: dict[int, list[float]] = {}
     for part in parts:
         tensor = tensors[part.tensor]
-        memory[part.owner] += _bytes_of(tensor.memory_bytes, part.first_row, part.rows, tensor.rows)
+        first, end = part.element_range(tensor)
+        memory[part.owner] += (end - first) * tensor.bytes_per_element
         if tensor.block is not None:
-            of_rank = egress.setdefault(tensor.block, [0] * ranks)
-            of_rank[part.owner] += _bytes_of(tensor.wire_bytes, part.first_row, part.rows, tensor.rows)
-    by_rank = [_max_over_mean(of_rank) for of_rank in egress.values()]
-    by_node = [
-        _max_over_mean([sum(of_rank[at : at + ranks_per_node]) for at in range(0, ranks, ranks_per_node)])
-        for of_rank in egress.values()
-    ]
-    of_tensor = Counter(part.tensor for part in parts)
-    return Balance(
-        memory_max_over_mean=_max_over_mean(memory),
-        block_egress_max_over_mean=max(by_rank, default=1.0),
-        block_egress_mean_block=sum(by_rank) / len(by_rank) if by_rank else 1.0,
-        node_egress_max_over_mean=max(by_node, default=1.0),
-        parts=len(parts),
-        split_tensors=sum(count > 1 for count in of_tensor.values()),
-    )
-
-
-def _max_over_mean(values: Sequence[int]) -> float:
-    total = sum(values)
-    return max(values) * len(values) / total if total else 1.0
+            of_rank = sent.setdefault(tensor.block, [0.0] * ranks)
+            of_rank[part.owner] += (end - first) * tensor.wire_bytes_per_element
+    of_memory, *of_blocks = (max(of) * ranks / sum(of) if any(of) else 1.0 for of in (memory, *sent.values()))
+    return of_memory, max(of_blocks, default=1.0), sum(of_blocks) / len(of_blocks) if of_blocks else 1.0

@@ -204,7 +204,7 @@ class Owned(Storage):
         return True
 
     def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
-        return [("partition", "whole tensors", 0, str(self.route.session.placement.balance))]
+        return [("partition", "whole tensors", 0, self.route.session.placement.balance)]
 
     def to_slice(self, param: Parameter, own: Tensor) -> Tensor:
         return slice_of_parts(self.route.session, param, own)
