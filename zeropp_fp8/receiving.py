@@ -3,9 +3,7 @@
     receiver = Receiver(model.state_dict())
     receiver.apply(update)                               # of zeropp_fp8.handover.Updates, however it gets here
     receiver.receive(header, TransferGroup.join(...))    # from zeropp_fp8.handover.Transfer
-    catch_up(folder, receiver)                           # from zeropp_fp8.handover.FolderTransfer
-
-See docs/handover.md.
+    catch_up(folder, receiver)                           # from zeropp_fp8.handover.FolderTransfer; docs/handover.md
 """
 
 from zeropp_fp8.zero.handover.folder import catch_up

@@ -9,7 +9,7 @@ from simulated import Trainer
 from test_receiver import model, same, stepped
 
 from zeropp_fp8.receiving import MissedUpdate, Receiver, catch_up
-from zeropp_fp8.zero.handover.folder import delete, list_version, write_tensors
+from zeropp_fp8.zero.handover.folder import delete, write_version
 
 
 class Written:
@@ -23,10 +23,7 @@ class Written:
     def go_on(self, groups=None):
         if groups is None:
             self.versions.append(stepped(self.versions[-1], self.generator))
-        updates = self.trainer.updates(self.versions[-1])
-        for update in updates:
-            write_tensors(self.folder, *update)
-        list_version(self.folder, [update.header for update in updates])
+        write_version(self.folder, self.trainer.updates(self.versions[-1]))
 
     def whole(self):
         self.trainer.forget()
@@ -81,9 +78,8 @@ def test_nothing_is_there_yet(tmp_path):
 def test_a_version_that_is_not_listed(written):
     """It may be half written."""
     receiver = Receiver()
-    for update in written.trainer.updates(stepped(written.versions[-1], written.generator)):
-        write_tensors(written.folder, *update)
-    (written.folder / "00000002.json.partial").write_text("[{")
+    write_version(written.folder, written.trainer.updates(stepped(written.versions[-1], written.generator)))
+    (written.folder / "00000002.json").rename(written.folder / "00000002.json.partial")
     assert catch_up(written.folder, receiver) == 1 and written.follows(receiver)
 
 

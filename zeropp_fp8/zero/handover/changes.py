@@ -32,13 +32,12 @@ class Changes(Handed):
         ValueError: the source gives adapters, whose tensors are others after another one was made active.
     """
 
+    _nothing = ()
+
     def __init__(self, source: WeightSource) -> None:
         if source.gives_adapters:
             raise ValueError("Changes: adapters are small; iterate over their WeightSource, which has all of them")
         super().__init__(source)
-
-    def _nothing(self) -> list[Patch]:
-        return []
 
     def _found(self, parts: Parts) -> tuple[list[int], Tensor]:
         """How much has changed in each part; all places, then all values."""

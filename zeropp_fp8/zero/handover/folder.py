@@ -8,10 +8,10 @@ themselves come their files have them under their names.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import load, save
-from torch import Tensor
 
 from zeropp_fp8.zero.handover.receiver import MissedUpdate, Receiver
 from zeropp_fp8.zero.handover.update import Header, Update, travelling
@@ -49,15 +49,15 @@ def _write(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def write_tensors(folder: Path, header: Header, tensors: dict[str, Tensor]) -> None:
-    """Write the file of an update, if it has tensors."""
-    if tensors:
-        _write(_file(folder, header), save({name: each.contiguous() for name, each in tensors.items()}))
-
-
-def list_version(folder: Path, headers: list[Header]) -> None:
-    """Let a version be there, all of whose files are."""
+def write_version(folder: Path, updates: Iterable[Update]) -> list[Header]:
+    """Write the files of a version's updates, and last their headers, which it returns."""
+    headers = []
+    for header, tensors in updates:
+        headers.append(header)
+        if tensors:
+            _write(_file(folder, header), save({name: each.contiguous() for name, each in tensors.items()}))
     _write(_list(folder, headers[0].version), json.dumps([vars(header) for header in headers]).encode())
+    return headers
 
 
 def delete(folder: Path, version: int) -> None:

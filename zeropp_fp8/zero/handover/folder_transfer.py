@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.zero.export.lockstep import Lockstep
-from zeropp_fp8.zero.handover.folder import WANTED, delete, headers_of, is_whole, list_version, listed, write_tensors
+from zeropp_fp8.zero.handover.folder import WANTED, delete, headers_of, is_whole, listed, write_version
 from zeropp_fp8.zero.handover.source import WeightSource
 from zeropp_fp8.zero.handover.update import Update
 from zeropp_fp8.zero.handover.updates import Updates
@@ -55,12 +55,7 @@ class FolderTransfer:
         if wanted.exists() or self.updates.version + 1 >= self._whole_every + max(self._wholes, default=0):
             self.updates.forget()
             wanted.unlink(missing_ok=True)
-        headers = []
-        for header, tensors in filter(None, updates):
-            headers.append(header)
-            write_tensors(self._folder, header, tensors)
-        list_version(self._folder, headers)
-        if is_whole(headers):
+        if is_whole(write_version(self._folder, filter(None, updates))):
             self._wholes = [*self._wholes, self.updates.version][-2:]
             for version in listed(self._folder):
                 if version < self._wholes[0]:

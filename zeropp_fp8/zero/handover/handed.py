@@ -31,6 +31,8 @@ class Handed(ABC):
         version: how many times it has gone as a whole.
     """
 
+    _nothing: Any = None  # the item on other ranks, and on rank 0 after a failure
+
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._held: dict[Any, Tensor] = {}
@@ -60,15 +62,11 @@ class Handed(ABC):
     def _made(self, parts: Parts, told: list[Any], came: list[Tensor]) -> Any:
         """The item that is yielded on rank 0: of its own parts, and what `_found` gave on each rank."""
 
-    def _nothing(self) -> Any:
-        """The item on other ranks, and on rank 0 after a failure."""
-        return None
-
     def __iter__(self) -> Iterator[Any]:
         """Yield what differs, a group of tensors at a time, on rank 0.
 
-        Collective, between steps. What is yielded counts as handed over: a user that fails to do so calls `forget`. Who
-        stops before the end goes on for the others when the iterator is closed, and they raise; then all goes next.
+        Collective, between steps. It counts as handed over: a user that fails to do so calls `forget`. Who stops before
+        the end goes on for the others when the iterator is closed, and they raise; then all goes next.
 
         Raises:
             RuntimeError: a rank has failed, or stopped early; on every rank, after all is compared.
@@ -103,7 +101,7 @@ class Handed(ABC):
             with session.ledger.counting(OUTSIDE):
                 came = self._brought(sent, sizes)
         if session.topology.rank != RECEIVER or not all(well for well, _, _ in found):
-            return self._nothing()
+            return self._nothing
         return self._made(parts, [of_rank for _, of_rank, _ in found], came or [sent] * len(sizes))
 
     def _brought(self, own: Tensor, sizes: list[int]) -> list[Tensor]:

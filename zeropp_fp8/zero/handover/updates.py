@@ -15,10 +15,8 @@ from zeropp_fp8.zero.handover.update import DIFFERENCES, Header, Layout, Ranges,
 class Updates(Handed):
     """All that an engine needs to have the weights of now; all of them at first. Made on every rank.
 
-    Iterating gives the Update of a group of tensors on rank 0, and None on others. Adapters go whole each time.
-
-    Args:
-        version: that went last.
+    Iterating gives the Update of a group of tensors on rank 0, and None on others. Adapters go whole each time. The
+    `version` is the one that went last.
     """
 
     def __init__(self, source: WeightSource, version: int = 0) -> None:
