@@ -39,10 +39,8 @@ FORMATS = {
     "int4 block 128": ("int4", {"block_size": 128}),
     "int4 block 128 hadamard": ("int4", {"block_size": 128, "hadamard": True}),
     "fp8_e4m3 block 128": ("fp8_e4m3", {"block_size": 128}),
-    "int3 block 128": ("int3", {"block_size": 128}),
-    "int2 block 128": ("int2", {"block_size": 128}),
 }
-FED_BACK = ("int4 block 128 hadamard", "int3 block 128", "int2 block 128")
+FED_BACK = "int4 block 128 hadamard"
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 REDUCTIONS = {
     "8 x int8 -> int4 hadamard": ("int8 block 128", "int4 block 128 hadamard"),
@@ -129,12 +127,12 @@ def measure(elements: int, device: torch.device, repeats: int, only: list[str]) 
     add("reorder+quantize", "int8 block 128", lambda: layout.encode([values], reorder, payload), moved)
     # error feedback in one exchange between 4 ranks
     quarters, kept = SliceOrder(range(4), device), ErrorFeedback().of(["values"], [elements // 4], 4, device)
-    for name, (by, use_kernels) in itertools.product(FED_BACK, BY):
-        layout = PayloadLayout([elements // 4], [made(name)], [values.dtype], device, use_kernels=use_kernels)
+    for by, use_kernels in BY:
+        layout = PayloadLayout([elements // 4], [made(FED_BACK)], [values.dtype], device, use_kernels=use_kernels)
         payload = torch.empty(4, layout.row_bytes, dtype=torch.uint8, device=device)
         moved = values.nbytes + payload.nbytes + 2 * kept.rows.nbytes
         work = partial(layout.encode, [values], quarters, payload, residuals=kept)
-        add("quantize+feedback", f"{name}{by}", work, moved)
+        add("quantize+feedback", f"{FED_BACK}{by}", work, moved)
     # how weights differ from what 2 ranks hold of them: what one sends of its half, and what each does with both
     half, bf16 = elements // 2, make_format("none", dtype=values.dtype)
     coder = Rows([bf16], [half], device)

@@ -14,17 +14,10 @@ SECTIONS = {
     "zeropp": {"recipe": "zeropp"},
     "zeropp-4bit": {"recipe": "zeropp-4bit"},
     "zeropp-exact": {"recipe": "zeropp-exact"},
-    **{
-        f"zeropp-{bits}bit-gradients": {
-            "recipe": "zeropp",
-            "gradients": {"inter_format": f"int{bits}", "block_size": 64, "error_feedback": True},
-        }
-        for bits in (3, 2)
-    },
     IN_TREE: None,
 }
-# Results are kept of two recipes of earlier versions too.
-ORDER = (*SECTIONS, "zeropp-diff", "zeropp-2bit")
+# Results are kept of recipes and formats of earlier versions too.
+ORDER = (*SECTIONS, "zeropp-3bit-gradients", "zeropp-2bit-gradients", "zeropp-diff", "zeropp-2bit")
 REFERENCES = (STOCK, LOSSLESS)
 
 

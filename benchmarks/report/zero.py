@@ -374,11 +374,11 @@ def fidelity_says(result: dict) -> str:
 
 
 def few_bits(result: dict) -> str:
-    """Gradients with fewer bits between nodes, one and many added up."""
+    """Gradients with few bits between nodes, one and many added up; older files have INT3 and INT2 too."""
     found = {(row["between nodes"], row["error_feedback"], row["added"]): row for row in result["sums"]}
     added = max(count for _, _, count in found)
     rows = []
-    for kind in ("int4", "int3", "int2"):
+    for kind in dict.fromkeys(name.removesuffix(", hadamard") for name, *_ in found):
         name = f"{kind}, hadamard"
         cosines = [
             found[name, feedback, count]["cosine"] for feedback, count in ((False, 1), (False, added), (True, added))

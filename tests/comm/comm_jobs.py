@@ -227,10 +227,10 @@ def in_groups(members, per_node):
     }
 
 
-def error_feedback(per_node, steps, name="int4"):
+def error_feedback(per_node, steps):
     """The same gradient reduced `steps` times with and without error feedback."""
     topology = make_topology(ranks_per_node=per_node)
-    formats = None, make_format(name, block_size=128)
+    formats = None, make_format("int4", block_size=128)
     names, tensors = ["odd", "vector"], [gradient(topology.rank, name, "fp32") for name in ("odd", "vector")]
 
     def reduce(feedback, which=slice(None)):

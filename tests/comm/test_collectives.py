@@ -281,15 +281,15 @@ STEPS = 32
 
 
 @once
-def run_error_feedback(per_node, name="int4"):
-    return run_ranks(jobs.error_feedback, world=4, per_node=per_node, steps=STEPS, name=name)
+def run_error_feedback(per_node):
+    return run_ranks(jobs.error_feedback, world=4, per_node=per_node, steps=STEPS)
 
 
-@pytest.mark.parametrize("per_node, name", [(1, "int4"), (2, "int4"), (2, "int3"), (2, "int2")])
-def test_error_feedback_converges_to_the_mean(per_node, name):
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_error_feedback_converges_to_the_mean(per_node):
     """The error of the mean of k results falls like 1/k with feedback and stays without."""
     exact = sliced([jobs.gradient(rank, "odd", "fp32") for rank in range(4)], 4).mean(dim=0)
-    for rank, result in enumerate(run_error_feedback(per_node, name)):
+    for rank, result in enumerate(run_error_feedback(per_node)):
         assert torch.equal(result["first"][0], result["plain"][0])
         plain = (result["plain"][0] - exact[rank]).norm()
         with_feedback = (result["mean"][0] - exact[rank]).norm()

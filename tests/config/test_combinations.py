@@ -8,17 +8,16 @@ from config_cases import BF16, ds_config, refusal, resolved, values
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
-from zeropp_fp8.config.sections import BETWEEN_NODES_FORMATS, ELSEWHERE, FROZEN_FORMATS
+from zeropp_fp8.config.sections import ELSEWHERE, FROZEN_FORMATS
 
 FORMAT_FIELDS = ("weights.format", "gradients.intra_format", "gradients.inter_format", "frozen.format")
 
 
 @pytest.mark.parametrize("field", FORMAT_FIELDS)
-@pytest.mark.parametrize("name", [*ELSEWHERE, "int9", "INT8", "fp8"])
+@pytest.mark.parametrize("name", [*ELSEWHERE, "int2", "int9", "INT8", "fp8"])
 def test_format_that_is_not_there(field, name):
     group, key = field.split(".")
-    there = {"frozen": FROZEN_FORMATS, "gradients": BETWEEN_NODES_FORMATS}.get(group, WIRE_FORMATS)
-    there = WIRE_FORMATS if key == "intra_format" else there
+    there = FROZEN_FORMATS if group == "frozen" else WIRE_FORMATS
     if name in there:
         return
     message = refusal({group: {key: name}})
@@ -60,16 +59,6 @@ def test_format_that_is_there(field, name):
         (
             {"gradients": {"error_feedback": True}},
             ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
-        ),
-        *(
-            ({"recipe": "zeropp", "gradients": {"inter_format": "int2", **fields}}, words)
-            for fields, words in (
-                ({}, ['gradients.inter_format": "int2"', '"error_feedback" to true', '"int4"']),
-                (
-                    {"error_feedback": True, "block_size": 66, "hadamard": False},
-                    ["gradients.block_size", "multiple of 8", "use 72"],
-                ),
-            )
         ),
         (
             {"secondary": {"memory_gb": 8}},

@@ -388,9 +388,8 @@ def _interpreted():
         ("int8", "int4-hadamard"), ("int8", "int8"), ("int4-hadamard", "int4-hadamard"), ("none", "int4"),
         ("int8", "none"), ("none", "none"), ("fp8_e5m2", "fp8_e4m3"), ("int8-96", "int8"),
         ("mxfp8_e5m2", "mxfp6_e3m2"), ("mxfp6_e2m3", "mxfp8_e5m2"), ("mxfp4", "none"), ("mxint8", "mxfp8_e4m3-floor"),
-        ("mxfp6_e3m2", "int8-32"), ("none", "mxfp4"), ("mxfp8_e4m3", "int8"), ("int2", "int2"),
-        ("int8", "int2-hadamard-96"), ("int2-12", "int2-12"), ("int3-24", "int3-24"), ("int3-128", "int8"),
-        ("int3-hadamard-96", "int3-hadamard-96"),
+        ("mxfp6_e3m2", "int8-32"), ("none", "mxfp4"), ("mxfp8_e4m3", "int8"),
+        ("int8", "int4-hadamard-96"), ("int4-34", "int4-34"), ("int4-hadamard-96", "int4-hadamard-96"),
     ):  # fmt: skip
         case = torch.bfloat16, [33, 500, 1001], 2, 3, CPU, every
         yield f"reduce-{first}-{then}", partial(check_reduce, first, then, *case)
@@ -411,8 +410,7 @@ def _interpreted():
         yield f"feed_back-{entry}-{dtype}", partial(check_feed_back, entry, DTYPES[dtype], *small)
     for entry, numels, world, slices in (
         ("int4-hadamard", [4096, 9000], 2, [0, 1]), ("int8", [9, 1, 2, 5], 8, [7, 1]), ("int4", [8192], 1, [0]),
-        ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]), ("int3-128", [9, 1, 2, 5], 8, [7, 1]),
-        ("int2", [8192], 1, [0]),
+        ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]), ("int4-34", [9, 1, 2, 5], 8, [7, 1]),
     ):  # fmt: skip
         case = torch.bfloat16, numels, world, slices, CPU
         yield f"feed_back-{entry}-{'+'.join(map(str, numels))}", partial(check_feed_back, entry, *case)

@@ -1,8 +1,8 @@
 """Compiled kernels of formats, for GPUs that need not be there: `COMPILED` has the cases by their ids.
 
 Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled. The 24 bytes of 32
-codes of 6 bits are accessed 4 bytes at a time, the 3 bytes of 8 codes of 3 bits singly. sm_80 has no instructions for
-FP8: only what becomes other code there is compiled for it, and a format of integers.
+codes of 6 bits are accessed 4 bytes at a time. sm_80 has no instructions for FP8: only what becomes other code there is
+compiled for it, and a format of integers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONSTANTS = {"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ALONG_ROWS": True, 
 CONSTANTS |= {"STARTS": 16, "TILE": 1024, "TILES": 4}
 CODES = {"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32"}
 CODES |= {"mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32"}
-CODES |= {"mxint8": "v2.b32", "int2": "b16", "int3": "b8", "nf4": "b32"}
+CODES |= {"mxint8": "v2.b32", "nf4": "b32"}
 
 
 def ptx_of(kernel, capability, base, num_warps, constants):
@@ -160,7 +160,7 @@ def _cases():
 
         for name in ("int8", "fp8_e4m3", "mxfp8_e4m3", "int8-hadamard", "fp8_e5m2", "mxfp8_e5m2-floor"):
             yield code(quantize_kernel, "*bf16", name)
-        for base, name in (("*bf16", "int4-hadamard"), ("*fp32", "int8"), ("*bf16", "int3-128")):
+        for base, name in (("*bf16", "int4-hadamard"), ("*fp32", "int8")):
             yield code(feed_back_kernel, base, name)
         for name in ("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e5m2"):
             yield code(dequantize_kernel, "*bf16", name)
@@ -170,14 +170,11 @@ def _cases():
             yield code(reduce_to_tensors_kernel, "*fp32", name)
         yield code(round_trip_kernel, "*bf16", "mxfp8_e4m3")
         if new:
-            for name in ("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2", "int3-128", "int4-hadamard"):
+            for name in ("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int4-hadamard"):
                 yield code(quantize_kernel, "*bf16", name)
-            for name in ("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2", "int3-128"):
+            for name in ("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8"):
                 yield code(dequantize_kernel, "*bf16", name)
-            for chain in (
-                ("int4-hadamard", "none", "int8", "int3-128", "int3-128"),
-                ("mxfp8_e5m2", "mxfp6_e2m3", "mxfp4"),
-            ):
+            for chain in (("int4-hadamard", "none", "int8"), ("mxfp8_e5m2", "mxfp6_e2m3", "mxfp4")):
                 for first, then in pairwise(chain):
                     yield code(reduce_to_payload_kernel, None, then, first=first)
             for name in ("int4-hadamard", "none", "mxfp6_e3m2", "mxfp4"):

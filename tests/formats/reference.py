@@ -39,7 +39,7 @@ FLOATS = {
     "mxfp4": (2, 1, 1, 6.0, "numbers"),
 }
 HOLDS_SPECIAL = ("mxfp8_e4m3", "mxfp8_e5m2")
-BLOCKS = {"int2": 64, "int3": 64, "nf4": 64}  # others: 32 in MX formats, else 128
+BLOCKS = {"nf4": 64}  # others: 32 in MX formats, else 128
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,11 @@ def _integer(bits: int, unit: float = 1.0) -> Element:
     return Element(bits, numbers, grid[-1], rounded)
 
 
-def _half_steps(bits: int, largest: float) -> Element:
-    half = 1 << bits - 1
-    return Element(
-        bits,
-        np.arange(1 << bits) - half + 0.5,
-        largest,
-        lambda scaled: np.clip(np.floor(scaled), -half, half - 1).astype(int) + half,
-    )
-
-
 ELEMENTS = {
     **{name: _float(*layout) for name, layout in FLOATS.items()},
     "int8": _integer(8),
     "int4": _integer(4),
     "mxint8": _integer(8, 1 / 64),
-    "int2": _half_steps(2, 2.25),
-    "int3": _half_steps(3, 4.5),
     "nf4": Element(
         4,
         np.array(NF4_LEVELS, np.float32).astype(float),

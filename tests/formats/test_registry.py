@@ -27,8 +27,6 @@ def test_unknown_option():
         ("int8", -128, False, 1),
         ("int4", 3, False, 2),
         ("int4", 0, False, 2),
-        ("int2", 2, False, 4),
-        ("int3", 2, False, 8),
         ("fp8_e4m3", 0, False, 1),
         ("int4", 48, True, 32),
         ("fp8_e5m2", 100, True, 32),
@@ -85,7 +83,7 @@ def test_formats_that_make_other_bytes_have_other_keys():
 
 def test_granules():
     """Stored weights are cut at them: no new version may have others."""
-    blocks = {"none": 1, "fp16": 1, "nf4": 64, "int2": 64, "int3": 64}
+    blocks = {"none": 1, "fp16": 1, "nf4": 64}
     blocks |= dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128)
     blocks |= {name: 32 for name in FORMAT_NAMES if name.startswith("mx")}
     assert {name: make_format(name).granule for name in blocks} == blocks

@@ -105,7 +105,6 @@ def test_travel(entry):
     [
         ("int8", "bf16"),
         ("int8-96", "fp32"),
-        ("int3-128", "bf16"),
         ("int4-hadamard", "fp16"),
         ("fp8_e4m3", "fp32"),
         ("mxfp8_e5m2", "fp16"),
@@ -159,9 +158,7 @@ def test_travel_unquantized(dtype):
         ("int8-8192", "fp32"),
         ("fp8_e4m3", "bf16"),
         ("fp8_e5m2", "fp32"),
-        ("int3-128", "bf16"),
-        ("int3-hadamard-96", "fp32"),
-        ("int2", "bf16"),
+        ("int4-hadamard-96", "fp32"),
     ],
 )
 def test_feed_back(entry, dtype):
@@ -189,9 +186,8 @@ def test_feed_back(entry, dtype):
         ("none", "mxfp4", "bf16"),
         ("mxfp8_e4m3", "none", "fp32"),
         ("mxfp8_e4m3", "int8", "fp32"),
-        ("int8", "int3-128", "bf16"),
-        ("int3-24", "int3-24", "fp32"),
-        ("int2-hadamard-96", "int2-hadamard-96", "bf16"),
+        ("int4-34", "int4-34", "fp32"),
+        ("int4-hadamard-96", "int4-hadamard-96", "bf16"),
     ],
 )
 def test_reduce(first, then, dtype):

@@ -160,7 +160,7 @@ def needed(kind):
         ("--eval_batch 0", "0: give a whole number of at least 1"),
         ("--ppo_epochs 0", "0: give a whole number of at least 1"),
         ("--keep_checkpoints 0", "0: give a whole number of at least 1, or all (or -1)"),
-        ("--frozen_format int3", "invalid choice: 'int3'"),
+        ("--frozen_format int5", "invalid choice: 'int5'"),
         ("--no_such_option 3", "not used by the HfArgumentParser: ['--no_such_option', '3']"),
         ("--out /dev/null", "/dev/null: give a folder; /dev/null is a file"),
     ],

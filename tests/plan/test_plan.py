@@ -107,7 +107,7 @@ def test_formats_have_the_size_that_they_travel_in():
     from zeropp_fp8.config import FIXED_BLOCKS, FROZEN_FORMATS, WIRE_FORMATS
     from zeropp_fp8.formats import make_format
 
-    names = {*WIRE_FORMATS, *FROZEN_FORMATS, "int3", "int2"} - {"none"}
+    names = {*WIRE_FORMATS, *FROZEN_FORMATS} - {"none"}
     assert len(names) > 10 and element_bytes("none", 8) == 2
     for name, block_size in itertools.product(sorted(names), (64, 128, 256)):
         ways = [{}] if name in FIXED_BLOCKS else [{"block_size": block_size}]

@@ -20,7 +20,6 @@ from zeropp_fp8.config.sections import (
     FP8_FORMATS,
     GEMMS,
     HADAMARD_GROUP,
-    HALF_STEP_FORMATS,
     MX_FORMATS,
     SECTION,
     STATE_BLOCKS,
@@ -185,19 +184,11 @@ def _shares_scales(c: Any) -> bool:
     return c.gradients.scales == "tensor"
 
 
-def _half_steps(c: Any) -> bool:
-    return c.gradients.inter_format in HALF_STEP_FORMATS
-
-
 _WITH_SHARED_SCALES = {"hadamard": False, "error_feedback": False, "block_size": 128, "skip_modules": []}
 _BLOCK_SIZES = ", ".join(map(str, STATE_BLOCKS))
 GRADIENTS: Rules = {
     '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
     '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
-    '"{S}.gradients.inter_format": "{c.gradients.inter_format}" drops much of a gradient, which has to be sent '
-    'again: set "error_feedback" to true, or use "int4"': lambda c: _half_steps(c) and not c.gradients.error_feedback,
-    '"{S}.gradients.block_size": {c.gradients.block_size} must be a multiple of 8 with '
-    '"{c.gradients.inter_format}"; use {it}': lambda c: _half_steps(c) and _multiple(c.gradients.block_size, 8),
     '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
     '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"': lambda c: (
         c.gradients.accumulate_in == "node" and not c.quantizes_gradients

@@ -17,21 +17,19 @@ SECTION = "zeropp_fp8"
 MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
 # Blocks as the formats' specifications fix them, with a scale of one byte each and no rotation.
 FIXED_BLOCKS = dict.fromkeys(MX_FORMATS, 32)
-FP8_FORMATS, HALF_STEP_FORMATS = ("fp8_e4m3", "fp8_e5m2"), ("int3", "int2")
-_ON_THE_WIRE, _BETWEEN = "weights and gradients on the wire", "gradients between nodes"
-_FROZEN, _STATES = "frozen weights", "optimizer states"
+FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
+_ON_THE_WIRE, _FROZEN, _STATES = "weights and gradients on the wire", "frozen weights", "optimizer states"
 # The uses of each format: a new one needs only this, its file in formats/ and its line in the registry there.
 USES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _BETWEEN, _FROZEN)),
-    "fp8_e4m3": (_ON_THE_WIRE, _BETWEEN, _FROZEN, _STATES),
-    "fp8_e5m2": (_ON_THE_WIRE, _BETWEEN, _STATES),
-    **dict.fromkeys(FIXED_BLOCKS, (_ON_THE_WIRE, _BETWEEN, _FROZEN)),
-    **dict.fromkeys(HALF_STEP_FORMATS, (_BETWEEN,)),
+    **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _FROZEN)),
+    "fp8_e4m3": (_ON_THE_WIRE, _FROZEN, _STATES),
+    "fp8_e5m2": (_ON_THE_WIRE, _STATES),
+    **dict.fromkeys(FIXED_BLOCKS, (_ON_THE_WIRE, _FROZEN)),
     "nf4": (_FROZEN,),
     "fp16": (_STATES,),
 }
-WIRE_FORMATS, BETWEEN_NODES_FORMATS, FROZEN_FORMATS = (
-    tuple(name for name, uses in USES.items() if use in uses) for use in (_ON_THE_WIRE, _BETWEEN, _FROZEN)
+WIRE_FORMATS, FROZEN_FORMATS = (
+    tuple(name for name, uses in USES.items() if use in uses) for use in (_ON_THE_WIRE, _FROZEN)
 )
 _ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_WIRE not in uses}
 ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
@@ -75,7 +73,6 @@ PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[Literal[WIRE_FORMATS], ELSEWHERE]
-BetweenNodes = Annotated[Literal[BETWEEN_NODES_FORMATS], ELSEWHERE]
 AtRest = Annotated[Literal[FROZEN_FORMATS], ELSEWHERE]
 Gemm = Literal[GEMMS]
 OfState = Literal[STATE_FORMATS]
@@ -153,9 +150,7 @@ class GradientsConfig(_Section):
     """
 
     intra_format: OnTheWire = Field("none", description="inside a node; none: 16 or 32 bits, as stock")
-    inter_format: BetweenNodes = Field(
-        "none", description="between nodes; int3 and int2, an experiment, need error feedback"
-    )
+    inter_format: OnTheWire = Field("none", description="between nodes; none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
     skip_modules: list[str] = Field(

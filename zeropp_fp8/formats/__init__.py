@@ -14,9 +14,9 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
     rounded = mx_format.round_trip(tensor, axis=0)
 
-For gradients with error feedback, `half_steps.py` has elements of 2 and 3 bits. For weights that stay as they are,
-`nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose scales are quantized themselves, and
-`tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank stores a part is encoded part by part:
+For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose
+scales are quantized themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank
+stores a part is encoded part by part:
 
     fmt = make_format("nf4", block_size=64, double_quantize=True)
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
@@ -29,7 +29,6 @@ codes what has changed in 16-bit numbers, without loss, in as many bits as that 
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.double_quantized import DOUBLE_QUANTIZED_NAMES, DoubleQuantizedFormat
-from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES
 from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
@@ -40,7 +39,6 @@ from zeropp_fp8.formats.unquantized import UnquantizedFormat
 __all__ = [
     "DOUBLE_QUANTIZED_NAMES",
     "FORMAT_NAMES",
-    "HALF_STEP_NAMES",
     "MX_BLOCK",
     "MX_NAMES",
     "BlockScaledFormat",

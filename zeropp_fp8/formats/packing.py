@@ -1,7 +1,6 @@
-"""Codes of 2, 3, 4 and 6 bits, packed: the first code in the lowest bits.
+"""Codes of 4 and 6 bits, packed: the first code in the lowest bits.
 
-2 and 4 bits: 4 or 2 codes in a byte, c0 | c1 << bits | ... 3 and 6 bits: 8 or 4 codes as such a number of 24 bits in 3
-bytes, lowest first.
+4 bits: 2 codes in a byte, c0 | c1 << 4. 6 bits: 4 codes as such a number of 24 bits in 3 bytes, lowest first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from zeropp_fp8.formats.chunks import Scratch
 def pack(codes: Tensor, bits: int, packed: Tensor, scratch: Scratch) -> None:
     """Write contiguous `codes` (int8 [rows, n], overwritten) to `packed`, uint8 [rows, n * bits / 8].
 
-    n is a multiple of 4 with 2 and 6 bits, of 8 with 3, of 2 with 4. Bits of a code above `bits` are ignored.
+    n is a multiple of 4 with 6 bits, of 2 with 4. Bits of a code above `bits` are ignored.
     """
     if bits == 4:
         # Two neighbours as one int16 h..hl..l, of which the last byte shall be hl: half the numbers a pass.
@@ -31,31 +30,19 @@ def pack(codes: Tensor, bits: int, packed: Tensor, scratch: Scratch) -> None:
     for place in (1, 2, 3):
         torch.bitwise_right_shift(groups, (8 - bits) * place, out=spare).bitwise_and_(mask << bits * place)
         joined.bitwise_or_(spare)
-    if bits == 2:
-        packed.copy_(joined)
-        return
-    if bits == 3:
-        pairs = joined.view(groups.shape[0], -1, 2)
-        joined = torch.bitwise_or(pairs[..., 0], pairs[..., 1] << 12)
     packed.copy_(joined.view(torch.uint8).view(*joined.shape, 4)[..., :3].flatten(1))
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch) -> Tensor:
     """The inverse of `pack`: int8 [rows, n] in a buffer of `scratch`, zeros above each code."""
-    rows = packed.shape[0]
     if bits == 4:
         # A byte hl becomes the int16 0h0l, that is two int8.
         pairs = scratch("unpacked", packed.shape, torch.int16).copy_(packed)
         high = scratch("high bits", packed.shape, torch.int16)
         torch.bitwise_left_shift(pairs, 4, out=high)
         return pairs.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.int8)
-    if bits == 2:
-        joined = scratch("groups", packed.shape, torch.int32).copy_(packed)
-    else:
-        low, middle, high = packed.view(rows, -1, 3).to(torch.int32).unbind(-1)
-        joined = low | middle << 8 | high << 16
-    if bits == 3:
-        joined = torch.stack((joined & 0xFFF, joined >> 12), dim=-1).view(rows, -1)
+    low, middle, high = packed.view(packed.shape[0], -1, 3).to(torch.int32).unbind(-1)
+    joined = low | middle << 8 | high << 16
     mask, (groups, spare) = (1 << bits) - 1, (scratch(n, joined.shape, torch.int32) for n in ("unpacked", "high bits"))
     torch.bitwise_and(joined, mask, out=groups)
     for place in (1, 2, 3):

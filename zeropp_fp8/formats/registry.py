@@ -12,7 +12,6 @@ from zeropp_fp8.formats import float8
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.double_quantized import DoubleQuantizedFormat
-from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES, HalfStepFormat
 from zeropp_fp8.formats.integer import IntegerElement
 from zeropp_fp8.formats.mx import MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
@@ -27,7 +26,6 @@ _MAKE: dict[str, Callable[..., WireFormat]] = {
     "int4": partial(BlockScaledFormat, "int4", IntegerElement(4)),
     "fp8_e4m3": partial(BlockScaledFormat, "fp8_e4m3", float8.e4m3()),
     "fp8_e5m2": partial(BlockScaledFormat, "fp8_e5m2", float8.e5m2()),
-    **{name: partial(HalfStepFormat, name) for name in HALF_STEP_NAMES},
     "nf4": NF4Format,
     **{name: partial(MXFormat, name) for name in MX_NAMES},
 }
@@ -45,9 +43,9 @@ def make_format(
             "fp8_e4m3", not with `hadamard` or one scale per tensor.
         scales: "tensor": an fp32 scale for a whole tensor, which its parts share (tensor_scaled.py); for "fp8_e4m3",
             without other options.
-        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4,
-            INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats) and `hadamard` (False; not with
-            NF4 and MX formats); for MX formats `scale_mode` ("rceil", "floor").
+        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4
+            64; None for one scale per tensor; always 32 in MX formats) and `hadamard` (False; not with NF4 and MX
+            formats); for MX formats `scale_mode` ("rceil", "floor").
 
     Raises:
         ValueError: an unknown name, an option value that does not exist, or options that exclude each other.

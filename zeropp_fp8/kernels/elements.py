@@ -1,6 +1,6 @@
 """Functions on a tile of blocks, fp32 [blocks, elements of a block], that the kernels share.
 
-They are the formulas of formats/ (block_scaled.py, integer.py, half_steps.py, float8.py, hadamard.py) in the same
+They are the formulas of formats/ (block_scaled.py, integer.py, float8.py, hadamard.py) in the same
 order of operations. Kernels must be launched with `enable_fp_fusion=False`: a product fused into the following addition
 is rounded once instead of twice, and bytes would differ.
 """
@@ -105,23 +105,8 @@ def fp8_codes(v, E4M3: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def codes_of(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """uint8 code bytes [BLOCKS, WIDTH / codes per byte] of values with |v| <= the element's largest number.
-
-    Of INT3 int32 [BLOCKS, WIDTH / 8], 3 bytes each.
-    """
-    if ELEMENT == "int2" or ELEMENT == "int3":
-        bits: tl.constexpr = 2 if ELEMENT == "int2" else 3
-        half: tl.constexpr = 2 if ELEMENT == "int2" else 4
-        levels = tl.minimum(tl.maximum(tl.floor(scaled), -half), half - 1).to(tl.int32) + half
-        even, odd = tl.split(tl.reshape(levels, (BLOCKS, WIDTH // 4, 2, 2)))
-        low, high = tl.split(even | (odd << bits))
-        codes = low | (high << 2 * bits)
-        if ELEMENT == "int3":
-            low, high = tl.split(tl.reshape(codes, (BLOCKS, WIDTH // 8, 2)))
-            codes = low | (high << 12)
-        else:
-            codes = codes.to(tl.uint8)
-    elif ELEMENT == "int8" or ELEMENT == "int4":
+    """uint8 code bytes [BLOCKS, WIDTH / codes per byte] of values with |v| <= the element's largest number."""
+    if ELEMENT == "int8" or ELEMENT == "int4":
         # |v| is at most largest * (1 + 2^-22), so no clamp is needed.
         numbers = (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
         if ELEMENT == "int8":
@@ -145,14 +130,6 @@ def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: t
         low = ((signed << 4) >> 4).to(tl.float32)
         high = (signed >> 4).to(tl.float32)
         numbers = tl.reshape(tl.join(low, high), (BLOCKS, WIDTH))
-    elif ELEMENT == "int2" or ELEMENT == "int3":
-        bits: tl.constexpr = 2 if ELEMENT == "int2" else 3
-        half: tl.constexpr = 2 if ELEMENT == "int2" else 4
-        if ELEMENT == "int3":
-            codes = tl.reshape(tl.join(codes & 0xFFF, codes >> 12), (BLOCKS, WIDTH // 4))
-        pairs = tl.join(codes & ((1 << 2 * bits) - 1), codes >> 2 * bits)
-        levels = tl.reshape(tl.join(pairs & ((1 << bits) - 1), pairs >> bits), (BLOCKS, WIDTH))
-        numbers = levels.to(tl.float32) - (half - 0.5)
     elif NATIVE_FP8:
         if ELEMENT == "fp8_e4m3":
             numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -42,12 +42,7 @@ def load_codes(codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.cons
     """A tile's codes as `codes_of` gives them; not those of 6 bits."""
     first_byte, local, left, width_ok = places_of_codes(tile, code_bytes, FORMAT)
     padded: tl.constexpr = FORMAT.width != FORMAT.block_size
-    codes = load_some(codes_ptr + first_byte + local, local, left, width_ok, WHOLE, padded)
-    num_bytes: tl.constexpr = FORMAT.packed_bytes
-    for byte in tl.static_range(1, num_bytes):
-        more = load_some(codes_ptr + first_byte + local + byte, local, left, width_ok, WHOLE, padded)
-        codes = codes.to(tl.int32) | (more.to(tl.int32) << 8 * byte)
-    return codes
+    return load_some(codes_ptr + first_byte + local, local, left, width_ok, WHOLE, padded)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def feed_back_tile(
     scale_values = (scales.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     dropped = wanted - clamp_keeping_nan(numbers * scale_values[:, None], LARGEST_FP32)
     finite = (dropped.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < EXPONENT_OF_INF
-    # The rotation leaves numbers in the padding of the last group, half steps in all of it.
+    # The rotation leaves numbers in the padding of the last group.
     dropped = tl.where(finite & inside(numel, tile, FORMAT), dropped, 0.0)
     store_tile(
         dropped, residual_ptr, tile, numel, num_blocks, residual_code_bytes, residual_total_bytes, 1.0, None, RESIDUAL,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats import HALF_STEP_NAMES, WireFormat
+from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.formats.base import KernelSpec
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
@@ -133,13 +133,8 @@ class KernelFormat:
 
     @property
     def packed(self) -> int:
-        """Codes that fill whole bytes: one, or 3 of INT3."""
-        return {"int2": 4, "int3": 8, "int4": 2, "mxfp4": 2, "nf4": 2}.get(self.element, 1)
-
-    @property
-    def packed_bytes(self) -> int:
-        """These bytes."""
-        return 3 if self.element == "int3" else 1
+        """Codes that share a byte."""
+        return 2 if self.element in ("int4", "mxfp4", "nf4") else 1
 
     @property
     def dtype(self) -> tl.dtype:
@@ -150,9 +145,9 @@ class KernelFormat:
     def fills_padding(self) -> bool:
         """Whether decoding leaves numbers beyond a slice's end.
 
-        The rotation does, in its last group; half steps, which have no zero; and an MX block whose scale is NaN.
+        The rotation does, in its last group, and an MX block whose scale is NaN.
         """
-        return self.hadamard or self.element in HALF_STEP_NAMES or self.scale in SCALE_MODES
+        return self.hadamard or self.scale in SCALE_MODES
 
     @property
     def tile_numel(self) -> int:

@@ -31,8 +31,7 @@ def segment_of_program(segments_ptr, segment, ELEMENT: tl.constexpr):
     # 16-bit tensor would lie 32 or 64 bytes apart. Unquantized numbers are accessed 16 bytes at a time.
     unquantized: tl.constexpr = ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32"
     halves: tl.constexpr = ELEMENT == "int4" or ELEMENT == "mxfp4"
-    half_steps: tl.constexpr = ELEMENT == "int2" or ELEMENT == "int3"
-    alignment: tl.constexpr = 4 if halves else (16 if unquantized else (2 if half_steps else 8))
+    alignment: tl.constexpr = 4 if halves else (16 if unquantized else 8)
     entry = segments_ptr + 5 * segment
     offset = tl.multiple_of(tl.load(entry), alignment)
     return offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
@@ -59,8 +58,8 @@ def store_zeros(payload_ptr, start, end):
 @triton.jit
 def places_of_codes(tile, code_bytes, FORMAT: tl.constexpr):
     """Codes of a tile: (first byte, the bytes from there [tile_blocks, width / packed], how many, which exist)."""
-    block_bytes: tl.constexpr = FORMAT.block_size // FORMAT.packed * FORMAT.packed_bytes
-    columns = tl.arange(0, FORMAT.width // FORMAT.packed) * FORMAT.packed_bytes
+    block_bytes: tl.constexpr = FORMAT.block_size // FORMAT.packed
+    columns = tl.arange(0, FORMAT.width // FORMAT.packed)
     first_byte = tile * (FORMAT.tile_blocks * block_bytes)
     local = tl.arange(0, FORMAT.tile_blocks)[:, None] * block_bytes + columns[None, :]
     left = tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32)
@@ -72,10 +71,7 @@ def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE:
     """The inverse of `load_codes` (dequantize.py), for what is encoded: nothing at or beyond `code_bytes`."""
     first_byte, local, left, width_ok = places_of_codes(tile, code_bytes, FORMAT)
     padded: tl.constexpr = FORMAT.width != FORMAT.block_size
-    num_bytes: tl.constexpr = FORMAT.packed_bytes
-    for byte in tl.static_range(num_bytes):
-        some = (codes >> 8 * byte).to(tl.uint8) if num_bytes > 1 else codes.to(tl.uint8)
-        store_some(codes_ptr + first_byte + local + byte, some, local, left, width_ok, WHOLE, padded)
+    store_some(codes_ptr + first_byte + local, codes.to(tl.uint8), local, left, width_ok, WHOLE, padded)
 
 
 @triton.jit
