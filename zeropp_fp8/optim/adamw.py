@@ -141,6 +141,12 @@ class AdamWUpdate(Update):
         }
         return {"beta1": beta1, "beta2": beta2, **numbers, **flags}
 
+    def compute(
+        self, weight: Tensor, grad: Tensor, states: list[Tensor], step: int, options: Mapping[str, Any]
+    ) -> Computed:
+        weight, *states = update(weight, *states, grad, Hyper(step=step, **options).constants())
+        return weight, states
+
     def apply(self, owned: Owned, step: int, options: Mapping[str, Any]) -> None:
         adamw_step(owned, Hyper(step=step, **options))
 

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.optim import update_of
 from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS, FP32States, Partitions, SliceLayout, replaced
 from zeropp_fp8.zero.attachment import Attachment
 from zeropp_fp8.zero.bound import StepWatch
@@ -298,7 +299,8 @@ def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, o
         from zeropp_fp8.zero.owners.layout import OwnerLayout
 
         layout = OwnerLayout(stage)
-    if config.stores_states_in_low_precision:
+    update = update_of(optimizer)
+    if config.stores_states_in_low_precision or (update is not None and update.needs_whole):
         from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
 
         return gradients, StatesAtRest(stage, optimizer, offload), layout

@@ -52,17 +52,18 @@ class CompressedStates(StagePart):
 
     Args:
         groups: the layout.
-        update: of the optimizer.
+        updates: of each sub-group.
         formats: of master weights and moments.
     """
 
-    def __init__(self, groups: Sequence[StateGroup], update: Update, formats: StateFormats) -> None:
+    def __init__(self, groups: Sequence[StateGroup], updates: Sequence[Update], formats: StateFormats) -> None:
         self.groups = list(groups)
-        self.rule, self.formats = update, formats
+        self.updates, self.formats = updates, formats
         self._buffers: dict[int, dict[str, StateBuffer]] = {}
         for group in self.groups:
-            buffers = make_state_buffers(group.segments, formats, update.states.values())
-            self._buffers[id(group)] = dict(zip(("master", *update.states), buffers))
+            states = updates[group.sub_group].states
+            buffers = make_state_buffers(group.segments, formats, states.values())
+            self._buffers[id(group)] = dict(zip(("master", *states), buffers))
         self._place = {sharded.key(p): (g, k) for g in self.groups for k, p in enumerate(g.params)}
         self.steps = dict.fromkeys((group.sub_group for group in self.groups), 0)  # updates of each sub-group
         self._unrounded: set[int] = set()  # ds_ids of parameters whose master weight is but a rounding of the weight
@@ -119,14 +120,15 @@ class CompressedStates(StagePart):
             master, *states = self._buffers[id(group)].values()
             weights, shapes = self._weights(group), group.shapes()
             owned = Owned(group.segments, master, states, grads_of(group), weights, grad_scale, shapes)
-            self.rule.apply(owned, step, options)
+            self.updates[sub_group].apply(owned, step, options)
 
     # -- looking and changing ------------------------------------------------------------------------------------------
 
     def _buffer(self, param: Parameter, key: str | None) -> tuple[StateBuffer, int]:
-        if key is not None and key not in self.rule.states:
-            raise KeyError(f"optimizer states are {', '.join(self.rule.states)}, got {key!r}")
         group, segment = self._place[sharded.key(param)]
+        states = self.updates[group.sub_group].states
+        if key is not None and key not in states:
+            raise KeyError(f"optimizer states are {', '.join(states)}, got {key!r}")
         return self._buffers[id(group)][key or "master"], segment
 
     def read(self, param: Parameter, key: str | None = None) -> Tensor:
@@ -149,9 +151,12 @@ class CompressedStates(StagePart):
 
     def rows(self) -> list[Row]:
         formats = self.formats
-        names = ", ".join(getattr(formats, name) for name in ("master", *self.rule.states.values()))
-        remark = f"master weights, {', '.join(self.rule.states)}; a scale per {formats.scales}"
-        return [("optimizer states", names, 0, remark)]
+        rows = []
+        for states in dict.fromkeys(tuple(update.states.items()) for update in self.updates):
+            names = ", ".join(getattr(formats, name) for name in ("master", *dict(states).values()))
+            remark = f"master weights, {', '.join(dict(states))}; a scale per {formats.scales}"
+            rows.append(("optimizer states", names, 0, remark))
+        return rows
 
     def num_bytes(self) -> int:
         """Bytes of codes and scales, padding included."""

@@ -16,7 +16,9 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import ConfigError
+from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.as_deepspeed import Freed
 from zeropp_fp8.zero.states.compressed import CompressedStates, checked_update
 from zeropp_fp8.zero.states.groups import STAYS, as_partition
@@ -29,7 +31,7 @@ class StatesAtRest:
         offload: the "offload_optimizer" section of DeepSpeed's.
 
     Attributes:
-        update: the optimizer's.
+        update: the optimizer's; updates: of each of DeepSpeed's sub-groups.
         compressed: made with DeepSpeed's sub-groups.
 
     Raises:
@@ -57,10 +59,19 @@ class StatesAtRest:
             empty.ds_id = f"{ids[0]}_{ids[-1]}"
             empty.requires_grad = True
             stage.fp32_partitioned_groups_flat.append(empty)
-        self.compressed = CompressedStates(stage.state_groups, self.update, session.state_formats)
+        self.updates = [self.update.of_group(self._param_group(i)) for i in range(len(stage.fp16_groups))]
+        for update, params in zip(self.updates, stage.fp16_groups):
+            if low := [shape for shape in map(sharded.shape, params) if len(shape) < update.least_dims]:
+                raise ConfigError(update.refusal_of(low[0]))
+        formats = session.state_formats or StateFormats.of(vars(session.config.optimizer))  # fp32, of whole tensors
+        self.compressed = CompressedStates(stage.state_groups, self.updates, formats)
         session.parts.append(self.compressed)
         for group in stage.optimizer.param_groups:
             group["params"] = []
+
+    def _param_group(self, sub_group: int) -> dict:
+        stage = self.stage
+        return stage.optimizer.param_groups[stage.sub_group_to_group_id[sub_group]]
 
     def initialize_optimizer_states(self) -> None:
         """There is nothing to initialize."""
@@ -81,8 +92,7 @@ class StatesAtRest:
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         stage = self.stage
-        group = stage.optimizer.param_groups[stage.sub_group_to_group_id[sub_group_id]]
-        options = self.update.options(stage.optimizer, group)
+        options = self.updates[sub_group_id].options(stage.optimizer, self._param_group(sub_group_id))
         self.compressed.update(sub_group_id, stage.gradients.of, options, self._grad_scale)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
@@ -110,14 +120,15 @@ class StatesAtRest:
         flats = []
         for i, sub_group in enumerate(stage.fp16_groups):
             parts = {
-                k: [as_partition(p, states.read(p, k)).cpu() for p in sub_group] for k in (None, *self.update.states)
+                k: [as_partition(p, states.read(p, k)).cpu() for p in sub_group]
+                for k in (None, *self.updates[i].states)
             }
             flat = torch.cat(parts[None])
             flat.ds_id = empty[i].ds_id
             flat.requires_grad = True
             steps = states.steps[i]
             count = steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-            moments = {key: torch.cat(parts[key]) for key in self.update.states}
+            moments = {key: torch.cat(parts[key]) for key in self.updates[i].states}
             stage.optimizer.state[flat] = {"step": count, **moments}
             flats.append(flat)
         stage.fp32_partitioned_groups_flat = flats
@@ -143,7 +154,7 @@ class StatesAtRest:
                 own = slice(offset, offset + stage.session.own_numel(param))
                 take = states.write if int(state.get("step", 0)) else states.take_values
                 take(param, flat.detach()[own])
-                for key in self.update.states if with_states else ():
+                for key in self.updates[i].states if with_states else ():
                     if key in state:  # a checkpoint saved before the first step of stock's optimizer has none
                         states.write(param, state[key][own], key)
                 offset += param.partition_numel()
