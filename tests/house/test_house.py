@@ -17,7 +17,7 @@ from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 967,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
+    "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2036,
     "compute": 2050,
     "config": 1760,
@@ -25,22 +25,22 @@ LINES = {
     "formats": 2520,
     "kernels": 5069,
     "numerics": 1167,
-    "optim": 910,
+    "optim": 1059,
     "plan": 1808,
-    "plugin": 1571,
-    "zero": 2923,
+    "plugin": 1599,
+    "zero": 2925,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1248,
     "zero/gather": 2689,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
-    "zero/handover": 1030,
+    "zero/handover": 1645,
     "zero/owners": 892,
     "zero/reduce": 1510,
-    "zero/states": 913,
+    "zero/states": 929,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}
+ALLOWED = {"Muon": 330, "experts": 900, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60
