@@ -37,7 +37,7 @@ LINES = {
     "zero/handover": 1645,
     "zero/owners": 892,
     "zero/reduce": 1510,
-    "zero/states": 929,
+    "zero/states": 930,
 }
 # What the next features may add to the folders that they touch.
 ALLOWED = {"Muon": 330, "experts": 900, "FSDP2": 1000}

@@ -87,7 +87,7 @@ def test_matrices_and_vectors_in_one_optimizer():
         expected[2] = expected[2] * (1 - 1e-2 * 0.1) - 1e-2 * moved
     for param, weight in zip(params, expected):
         torch.testing.assert_close(param.double(), weight, rtol=0, atol=1e-5)
-    said = r'a tensor of \(40,\) has 1 dimensions, .* a param group with "use_muon": False'
+    said = r'\(40,\) is no matrix; put what Muon does not update into a param group with "use_muon": False'
     with pytest.raises(ValueError, match=said):
         Muon(params).step()
 

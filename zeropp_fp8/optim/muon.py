@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim.adamw import AdamWUpdate
 from zeropp_fp8.optim.update import UPDATES, Computed, Update
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 STEPS = 5
 _EPS = 1e-7
+NO_MATRIX = 'put what Muon does not update into a param group with "use_muon": False'
 
 
 def orthogonalized(matrices: Tensor, steps: int = STEPS, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,7 +53,7 @@ class MuonUpdate(Update):
 
     states = {"momentum_buffer": "exp_avg"}
     needs_whole = True
-    least_dims = 2
+    takes_vectors = False
 
     def of_group(self, group: Mapping[str, Any]) -> Update:
         return self if group.get("use_muon", True) else _ADAMW
@@ -112,8 +114,8 @@ class Muon(torch.optim.Optimizer):
             update = UPDATES["Muon"].of_group(group)
             options = update.options(self, group)
             for param in (param for param in group["params"] if param.grad is not None):
-                if param.dim() < update.least_dims:
-                    raise ValueError(update.refusal_of(param.shape))
+                if is_vector(param.shape) and not update.takes_vectors:
+                    raise ValueError(f"{tuple(param.shape)} is no matrix; {NO_MATRIX}")
                 state = self.state[param]
                 state["step"] = state.get("step", 0) + 1
                 held = [state.get(name, torch.zeros_like(param, dtype=torch.float32)) for name in update.states]

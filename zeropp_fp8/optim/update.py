@@ -103,23 +103,16 @@ class Update:
         states: names in the optimizer's own state and in checkpoints -> the moment whose format each rests in,
             "exp_avg" or "exp_avg_sq".
         needs_whole: it is defined for whole tensors only, so each must have one owner.
-        least_dims: the dimensions that a tensor must have.
+        takes_vectors: it is defined for tensors of fewer than two dimensions too.
     """
 
     states: Mapping[str, str] = {}
     needs_whole = False
-    least_dims = 0
+    takes_vectors = True
 
     def of_group(self, group: Mapping[str, Any]) -> Update:
         """The update of a param group, of the same optimizer."""
         return self
-
-    def refusal_of(self, shape: Sequence[int]) -> str:
-        """The line for a tensor that has fewer dimensions."""
-        return (
-            f"a tensor of {tuple(shape)} has {len(shape)} dimensions, and this optimizer's update is of "
-            f'{self.least_dims} or more; put it into a param group with "use_muon": False'
-        )
 
     def refusals(self, options: Mapping[str, Any]) -> Iterator[str]:
         """A line for each option of a param group that has no place here."""

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import ConfigError
 from zeropp_fp8.optim import StateFormats
+from zeropp_fp8.optim.muon import NO_MATRIX
 from zeropp_fp8.zero.as_deepspeed import Freed
 from zeropp_fp8.zero.states.compressed import CompressedStates, checked_update
 from zeropp_fp8.zero.states.groups import STAYS, as_partition
@@ -60,9 +61,9 @@ class StatesAtRest:
             empty.requires_grad = True
             stage.fp32_partitioned_groups_flat.append(empty)
         self.updates = [self.update.of_group(self._param_group(i)) for i in range(len(stage.fp16_groups))]
-        for update, params in zip(self.updates, stage.fp16_groups):
-            if low := [shape for shape in map(sharded.shape, params) if len(shape) < update.least_dims]:
-                raise ConfigError(update.refusal_of(low[0]))
+        for group in (group for group in stage.state_groups if not group.matrices):
+            if not self.updates[group.sub_group].takes_vectors:
+                raise ConfigError(f"{tuple(sharded.shape(group.params[0]))} is no matrix; {NO_MATRIX}")
         formats = session.state_formats or StateFormats.of(vars(session.config.optimizer))  # fp32, of whole tensors
         self.compressed = CompressedStates(stage.state_groups, self.updates, formats)
         session.parts.append(self.compressed)
