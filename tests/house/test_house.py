@@ -23,7 +23,7 @@ LINES = {
     "config": 1760,
     "doctor": 1413,
     "formats": 2520,
-    "kernels": 5069,
+    "kernels": 5070,
     "numerics": 1167,
     "optim": 1059,
     "plan": 1808,

@@ -71,7 +71,8 @@ def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE:
     """The inverse of `load_codes` (dequantize.py), for what is encoded: nothing at or beyond `code_bytes`."""
     first_byte, local, left, width_ok = places_of_codes(tile, code_bytes, FORMAT)
     padded: tl.constexpr = FORMAT.width != FORMAT.block_size
-    store_some(codes_ptr + first_byte + local, codes.to(tl.uint8), local, left, width_ok, WHOLE, padded)
+    codes = codes.to(tl.uint8)
+    store_some(codes_ptr + first_byte + local, codes, local, left, width_ok, WHOLE, padded)
 
 
 @triton.jit
