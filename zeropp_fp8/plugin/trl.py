@@ -64,14 +64,12 @@ def _handing_over(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def _iter_named_params(self):
-        states = (sharded.known(param).wire for param in self.model.parameters())
-        session = next((state.owner.session for state in states if state is not None), None)
-        if session is None or session.config.trl_generation == "stock":
+        if not _hands_over(self.model):
             return stock(self)
         from zeropp_fp8.zero.handover.source import WeightSource
 
         weights = iter(WeightSource(self.model))
-        vars(self).setdefault(_BEGUN, []).append(weights)
+        vars(self).get(_BEGUN, []).append(weights)
         return weights
 
     setattr(_iter_named_params, _OURS, True)
@@ -86,19 +84,28 @@ def _in_lockstep(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def sync_weights(self):
+        if not _hands_over(self.model):
+            return stock(self)
         from zeropp_fp8.zero.export.lockstep import Lockstep
 
-        lockstep = Lockstep("TRL's sync_weights")
+        lockstep, begun = Lockstep("TRL's sync_weights"), []
+        setattr(self, _BEGUN, begun)
         lockstep.always(stock, self)
-        begun = vars(self).pop(_BEGUN, None)
-        if begun is None and lockstep.error is not None:  # not a model of the plugin
-            raise lockstep.error
-        for weights in begun or ():
+        if lockstep.error is not None and not begun:  # before it came to the weights, which the other ranks gather
+            lockstep.always(self._iter_named_params)
+        delattr(self, _BEGUN)
+        for weights in begun:
             lockstep.always(deque, weights, 0)
-        if begun is not None:
-            lockstep.raise_everywhere()
+        lockstep.raise_everywhere()
 
     return sync_weights
+
+
+def _hands_over(model) -> bool:
+    """Whether a model is one of the plugin's whose section does not leave TRL its own way."""
+    states = (sharded.known(param).wire for param in model.parameters())
+    session = next((state.owner.session for state in states if state is not None), None)
+    return session is not None and session.config.trl_generation != "stock"
 
 
 @functools.cache

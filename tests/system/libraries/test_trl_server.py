@@ -16,4 +16,5 @@ def test_a_server_that_generates(tmp_path):
         assert rank or [number for number, _ in same] == [1, 2, 3]
         assert syncs["refuses"] == (f"{failed}connection refused", "nothing raised", True)
         assert syncs["breaks"] == (f"{failed}the communicator is gone", "nothing raised", True)
+        assert syncs["early"] == f"{failed}no memory to wake up in"
         assert syncs["sleeps"] == ("nothing raised", "nothing raised", True)

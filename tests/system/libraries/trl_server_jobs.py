@@ -109,6 +109,19 @@ def install(server):
     client.VLLMClient.close_communicator = lambda self: None
 
 
+def colocated():
+    """vLLM in this process, which on rank 0 fails before it takes weights."""
+
+    def wake_up(tags):
+        if dist.get_rank() == 0:
+            raise ConnectionError("no memory to wake up in")
+
+    model = SimpleNamespace(load_weights=lambda named: None)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    return SimpleNamespace(llm_engine=engine, wake_up=wake_up, reset_prefix_cache=lambda: None)
+
+
 def train_with_a_server(folder, recipe):
     """Of three steps: whether the server had the trainer's bits each time it generated; losses; and of syncs that fail.
 
@@ -156,4 +169,7 @@ def train_with_a_server(folder, recipe):
         server.how, server.wire = None, queue.Queue()
         server.model = llama(vocab=128, seed=8)  # started again
         found[how] = said, attempt(sync), equal()
+    generation = trainer.vllm_generation
+    generation.mode, generation.enable_sleep_mode, generation.llm = "colocate", True, colocated()
+    found["early"] = attempt(sync)
     return same, losses, found
