@@ -43,6 +43,7 @@ class TransferGroup:
         """
         limit = timedelta(seconds=seconds)
         store = dist.TCPStore(told["master_address"], told["master_port"], is_master=False, timeout=limit)
+        store = dist.PrefixStore(told["join"], store)
         return cls(store, told["rank_offset"] + number, told["world_size"], device, seconds)
 
     def broadcast(self, tensor: Tensor, src: int = 0, answer: Future | None = None) -> None:

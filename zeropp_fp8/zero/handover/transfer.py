@@ -52,6 +52,8 @@ class Transfer:
         self.updates, self.sent_bytes = Updates(source), 0
         self._client, self._address, self._world_size, self._seconds = client, (address, port), 1 + receivers, seconds
         self._device, self._sends = source.session.device, source.session.topology.rank == 0
+        self._store: dist.TCPStore | None = None
+        self._joins = 0
         self._group: TransferGroup | None = None
         self._under_way: Future | None = None  # on rank 0, a hand-over that nobody has waited for
         lockstep = Lockstep("joining the receivers of weights", here=self._sends)
@@ -103,10 +105,13 @@ class Transfer:
             group.leave()
 
     def _join(self) -> None:
-        limit = timedelta(seconds=self._seconds)
-        store = dist.TCPStore(*self._address, is_master=True, timeout=limit, wait_for_workers=False)
-        told = {"master_address": self._address[0], "master_port": store.port}
+        if self._store is None:
+            limit = timedelta(seconds=self._seconds)
+            self._store = dist.TCPStore(*self._address, is_master=True, timeout=limit, wait_for_workers=False)
+        self._joins += 1  # keys of an earlier group, which may not have ended, are others
+        told = {"master_address": self._address[0], "master_port": self._store.port, "join": str(self._joins)}
         told |= {"rank_offset": 1, "world_size": self._world_size}
+        store = dist.PrefixStore(told["join"], self._store)
         answer = beside(self._client.init_weight_transfer_engine, told)
         group = beside(TransferGroup, store, 0, self._world_size, self._device, self._seconds)
         for done in wait_for((answer, group), return_when=FIRST_EXCEPTION).done:
