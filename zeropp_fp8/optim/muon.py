@@ -118,7 +118,10 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"{tuple(param.shape)} is no matrix; {NO_MATRIX}")
                 state = self.state[param]
                 state["step"] = state.get("step", 0) + 1
-                held = [state.get(name, torch.zeros_like(param, dtype=torch.float32)) for name in update.states]
+                for name in update.states:
+                    if name not in state:
+                        state[name] = torch.zeros_like(param, dtype=torch.float32)
+                held = [state[name] for name in update.states]
                 new, held = update.compute(param.float(), param.grad.float(), held, state["step"], options)
                 param.copy_(new)
                 state.update(zip(update.states, held))
