@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from safetensors.torch import load, save
@@ -68,15 +69,15 @@ def delete(folder: Path, version: int) -> None:
         _file(folder, header).unlink(missing_ok=True)
 
 
-def _way(of_version: dict[int, list[Header]], here: int | None) -> list[int] | None:
+def _way(folder: Path, here: int | None) -> list[list[Header]] | None:
     """The versions to apply in order to have the newest one: from the last whole one, or the one that is here, on."""
-    way: list[int] = []
-    version = max(of_version, default=0)
+    versions, way = listed(folder), []
+    version = max(versions, default=0)
     while version not in (0, here):
-        if version not in of_version:
+        if version not in versions:
             return None
-        way.insert(0, version)
-        if is_whole(of_version[version]):
+        way.insert(0, headers_of(folder, version))
+        if is_whole(way[0]):
             break
         version -= 1
     return way
@@ -93,12 +94,11 @@ def catch_up(folder: Path, receiver: Receiver) -> int | None:
             are asked for then, and come with the next version.
         FileNotFoundError: the trainer has deleted what was being read; call it again.
     """
-    of_version = {version: headers_of(folder, version) for version in listed(folder)}
-    way = _way(of_version, receiver.version)
+    way = _way(folder, receiver.version)
     try:
         if way is None:
-            raise MissedUpdate(f"{folder} does not lead from version {receiver.version} to {max(of_version)}")
-        for header in (header for version in way for header in of_version[version]):
+            raise MissedUpdate(f"{folder} does not lead from version {receiver.version} to {listed(folder)[-1]}")
+        for header in chain.from_iterable(way):
             has_file = bool(travelling(header))
             receiver.apply(Update(header, load(_file(folder, header).read_bytes()) if has_file else {}))
     except MissedUpdate:

@@ -38,12 +38,10 @@ class Updates(Handed):
             dtypes, numels = [each.dtype for each in values], [each.numel() for each in values]
             self._layouts[number] = Layout(dtypes, numels, self._source.session.device)
             self._held[number] = self._layouts[number].row(values)
-            return (True, ranges, summed), self._held[number][0]
+            return (True, ranges, int(summed)), self._held[number][0]
         layout, held = self._layouts[number], self._held[number]
         row = layout.row(values)
-        if torch.equal(row, held):
-            return (False, ranges, summed), row[0, :0]
-        differences = layout.differences(row, held)
+        differences, summed = layout.differences(row, held, summed)
         held.copy_(row)
         return (False, ranges, summed), differences
 
