@@ -96,7 +96,7 @@ def test_fields_are_those_that_differ():
         ({"section": {"secondary": {"scope": 3}}, "ranks": 4, "ranks_per_node": 2}, "3 does not divide the 2 ranks"),
         (
             {"section": {"recipe": "fp8-lm"}, "optimizer": {"type": "Lion", "params": {}}},
-            'are those of Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, but "optimizer.type" is "Lion": use "AdamW"',
+            'are those of Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, Muon, but "optimizer.type" is "Lion": use "AdamW"',
         ),
         (
             {"section": {}, "zero": {"reduce_bucket_size": "much"}},
