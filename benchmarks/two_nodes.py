@@ -16,6 +16,8 @@ Only where --runs names them:
     zeropp-exact             `zeropp` with weights that cross as exact differences, whose bytes depend on --lr
     lossless-exact, zeropp-difference, fp8-lm-zeropp-difference
                              `lossless`, `zeropp` and `fp8-lm-zeropp` with differences of what they send
+    zeropp-owners, zeropp-muon, zeropp-exact-owners, zeropp-exact-muon, stock-muon
+                             tensors with one owner each; with Muon; DeepSpeed's own Muon (see harness/peers.py)
     fp8-lm, ...              ZeRO-3 with FP8 compute, gradients and states
     fsdp2-torchao            fully_shard of torchao's float8 training
     ...-compiled             with decoder layers compiled
@@ -44,8 +46,10 @@ from benchmarks.harness.peers import (
     LR,
     MODELS,
     ONE_NODE_RUNS,
+    OWNERS,
     QUANTIZED,
     RUNS,
+    STOCK_MUON,
     TORCHAO,
     WORLD,
     made,
@@ -126,7 +130,7 @@ def _complete(args, parser) -> None:
 
 def _by_default(run: str, args, on_gpu: bool) -> bool:
     """Whether a run is measured where none is named."""
-    if run.endswith("-compiled") or run in (*DIFFERENCES, *IN_FP8, *TORCHAO, *ONE_NODE_RUNS):
+    if run.endswith("-compiled") or run in (*DIFFERENCES, *OWNERS, STOCK_MUON, *IN_FP8, *TORCHAO, *ONE_NODE_RUNS):
         return False
     return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
 

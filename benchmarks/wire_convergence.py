@@ -15,6 +15,7 @@ same order, in bf16 with fp32 master weights, AdamW, gradients clipped at 1, a l
     lossless               this project with nothing rounded: bit for bit what stock gives
     zeropp, zeropp-4bit    weights in INT8 or INT4, gradients in INT8 and INT4
     zeropp-exact           weights as exact differences, gradients as with zeropp
+    lossless-muon, ...     the same with Muon of the layers' matrices, at --muon-lr, on owners of whole matrices
     in-tree                DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ); GPUs with nvcc only
 
 Cases:
@@ -204,11 +205,13 @@ def train(case: str, run: str, seed: int, args, data: tuple[Sequences, Sequences
             unit_layers=args.unit_layers,
             weights=str(weights_file) if case == SFT else None,
             zero={**BUCKETS, **zero},
+            muon_lr=args.muon_lr if run.endswith("-muon") else None,
         )
         row = {
             "run": run,
             "seed": seed,
             "section": section_of(run, args),
+            **({"muon_lr": args.muon_lr} if run.endswith("-muon") else {}),
             "parameters": trainer.engine_run.parameters,
             "tokens": args.steps * args.batch * args.sequence,
             "epochs": args.steps * args.batch / training.count,
@@ -313,7 +316,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = [run for run, section in SECTIONS.items() if section]
+    default = [run for run, section in SECTIONS.items() if section and not run.endswith("-muon")]
     parser.add_argument("--case", choices=(PRETRAIN, SFT), default=PRETRAIN)
     parser.add_argument("--runs", default=",".join(default), help="default: %(default)s")
     parser.add_argument("--seeds", type=several(whole(0)), default="0", help="separated by commas")
@@ -329,6 +332,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", default=["stdlib"], help="as examples/pretrain/train.py takes it")
     parser.add_argument("--sft-steps", type=whole(1), default=160 if on_gpu else 10)
     parser.add_argument("--sft-lr", type=finite(above=0), default=2e-5)
+    parser.add_argument(
+        "--muon-lr", type=finite(above=0), default=0.02, help="of Muon's matrices (default %(default)g)"
+    )
     parser.add_argument(
         "--sft-data",
         nargs="+",

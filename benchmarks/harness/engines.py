@@ -10,10 +10,11 @@ fp8-lm              + whole tensors and FP8 weights on the wire (O3)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness.environment import forget_memory
 from benchmarks.harness.llama import Llama
@@ -42,8 +43,7 @@ class EngineRun:
         section: the plugin's; None for stock DeepSpeed.
         leaf: make every layer, or stage of layers, a z3 leaf module (stock only).
         dtype: of the initial weights; fp32 weights are drawn on the CPU, so that they are the same on every device.
-        groups: what to call for the optimizer's groups of a model; all parameters alike without it.
-        optimizer: keywords of torch.optim.AdamW.
+        optimizer: makes the optimizer of a model; AdamW of all parameters alike without it.
         unit_layers: of the model.
         weights: a file with all of the model's weights, to begin with instead of random ones.
         zero: more of the section "zero_optimization".
@@ -61,8 +61,7 @@ class EngineRun:
         lean: bool = False,
         seed: int = 0,
         dtype: torch.dtype = torch.bfloat16,
-        groups=None,
-        optimizer: dict | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         unit_layers: int = 1,
         weights: str | None = None,
         zero: dict | None = None,
@@ -89,11 +88,8 @@ class EngineRun:
         self.weight_bytes = live_bytes(device) - self.found_bytes
         if leaf:
             deepspeed.utils.set_z3_leaf_modules(model, model._no_split_modules)
-        chosen = torch.optim.AdamW(
-            model.parameters() if groups is None else groups(model),
-            **({"lr": 1e-4} | (optimizer or {})),
-            fused=device.type == "cuda",
-        )
+        fused = device.type == "cuda"
+        chosen = optimizer(model) if optimizer else torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
         config = ds_config(section, micro_batch, small=size.small, lean=lean)
         config["zero_optimization"] |= zero or {}
         self.engine = deepspeed.initialize(model=model, optimizer=chosen, config=config)[0]

@@ -9,6 +9,9 @@ None) and close().
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
     lossless-exact, ...      with `"weights": {"difference": "exact"}`: `lossless`, `zeropp` and `fp8-lm-zeropp`
+    zeropp-owners, ...       `zeropp` and `zeropp-exact` with tensors that have one owner each
+    zeropp-muon, ...         the same with Muon, at 20 times the learning rate of AdamW for the others
+    stock-muon               DeepSpeed's own Muon with ZeRO-3
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
                              reduced over once per step
@@ -39,18 +42,25 @@ BY_DIFFERENCE = {
     **{f"{recipe}-difference": {"recipe": recipe, **_AS_DIFFERENCES} for recipe in ("zeropp", "fp8-lm-zeropp")},
 }
 DIFFERENCES = ("zeropp-exact", *BY_DIFFERENCE)
+# Tensors with one owner each, and there also Muon instead of AdamW; `stock-muon` is DeepSpeed's own.
+OWNERS = {
+    f"{recipe}-{suffix}": {"recipe": recipe, "partition": "whole_tensor"}
+    for recipe in ("zeropp", "zeropp-exact")
+    for suffix in ("owners", "muon")
+}
+STOCK_MUON = "stock-muon"
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 # Gradients of each micro-batch cross between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
 ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
 RECIPES = ("lossless", *QUANTIZED, "zeropp-exact", "zeropp-pcie", *IN_FP8)
-_EAGER = {recipe: {"recipe": recipe} for recipe in RECIPES} | BY_DIFFERENCE
+_EAGER = {recipe: {"recipe": recipe} for recipe in RECIPES} | BY_DIFFERENCE | OWNERS
 COMPILED = {f"{run}-compiled": {**section, "compile": "blocks"} for run, section in _EAGER.items()}
 SECTIONS = {**_EAGER, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
 FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
-RUNS = ("stock-zero2", "stock", "stock-leaf", *SECTIONS, *FSDP, *IN_TREE)
+RUNS = ("stock-zero2", "stock", "stock-leaf", STOCK_MUON, *SECTIONS, *FSDP, *IN_TREE)
 MODELS = ("1.3b", "small", "tiny")
 LR = 1e-4
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
@@ -67,7 +77,11 @@ def make_optimizer(model, lr: float):
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=next(model.parameters()).is_cuda)
 
 
-def ds_config(run: str, args) -> dict:
+def uses_muon(run: str) -> bool:
+    return "-muon" in run
+
+
+def ds_config(run: str, args, lr: float = LR) -> dict:
     zero = {
         "stage": 3,
         "overlap_comm": True,
@@ -94,6 +108,10 @@ def ds_config(run: str, args) -> dict:
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
+    if uses_muon(run):
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 20 * lr, "adam_lr": lr, "torch_adam": True}}
+    if run == STOCK_MUON:
+        zero["reduce_scatter"] = False
     if run in SECTIONS:
         config["zeropp_fp8"] = {**SECTIONS[run], "report": {"every": 0, "diagnose": False}}
     return config
@@ -114,8 +132,9 @@ class DeepSpeedRun:
         model = build_model(args.model, device)
         if run.endswith("-leaf"):
             deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-        config = ds_config(run, args)
-        self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model, lr), config=config)[0]
+        optimizer = None if uses_muon(run) else make_optimizer(model, lr)
+        config = ds_config(run, args, lr)
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self.session = self.engine if run in SECTIONS else None
 
     def step(self, *micro_batches):

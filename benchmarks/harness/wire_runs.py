@@ -14,6 +14,8 @@ SECTIONS = {
     "zeropp": {"recipe": "zeropp"},
     "zeropp-4bit": {"recipe": "zeropp-4bit"},
     "zeropp-exact": {"recipe": "zeropp-exact"},
+    "lossless-muon": {"recipe": "lossless", "partition": "whole_tensor"},
+    "zeropp-muon": {"recipe": "zeropp", "partition": "whole_tensor"},
     IN_TREE: None,
 }
 # Results are kept of recipes and formats of earlier versions too.

@@ -201,7 +201,7 @@ def owners_plan() -> str:
         for ranks in (8, 32):
             cells = []
             for split in ("none", "balance"):
-                memory, _, mean_block = balance_of(tensors, plan_parts(tensors, ranks, 8, split), ranks)
+                memory, _, mean_block, _ = balance_of(tensors, plan_parts(tensors, ranks, 8, split), ranks)
                 cells.append(f"{memory:.3f} / {mean_block:.2f}")
             rows.append([f"{name}, {ranks} ranks", *cells])
     return table(["", "plain greedy: memory / a block's exchange (mean block)", "`balance`"], rows)

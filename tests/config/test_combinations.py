@@ -177,7 +177,6 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
         ],
         ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', '"int8"']),
         ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "states in low precision", "remove it"]),
-        ({"partition": "whole_tensor"}, ['partition": "whole_tensor"', "gradients.intra_format", "fp8_e4m3"]),
         (
             {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"error_feedback": True}},
             ['partition": "whole_tensor"', "gradients.error_feedback", "remove one"],

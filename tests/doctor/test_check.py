@@ -108,7 +108,7 @@ def test_fields_are_those_that_differ():
             for kind, says in {
                 "Adan": '"optimizer.type": neither DeepSpeed nor torch.optim has "Adan" (did you mean "Adam"?)',
                 "OneBitAdam": '"optimizer.type" "OneBitAdam" does not go with ZeRO',
-                "Muon": '"optimizer.type" "Muon" does not go with reduce-scatter; set "zero_optimization.reduce_s',
+                "Muon": '"optimizer.type" "Muon" does not go with reduce-scatter; set "zeropp_fp8.partition"',
                 "SGD": '"optimizer.type" "SGD" is untested with ZeRO; to use it set "zero_allow_untested_optimizer" to',
             }.items()
         ),

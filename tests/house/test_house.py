@@ -22,25 +22,25 @@ LINES = {
     "compute": 2050,
     "config": 1760,
     "doctor": 1413,
-    "formats": 2520,
+    "formats": 2527,
     "kernels": 5070,
     "numerics": 1167,
-    "optim": 1057,
+    "optim": 1180,
     "plan": 1808,
-    "plugin": 1606,
-    "zero": 2925,
+    "plugin": 1725,
+    "zero": 2931,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1248,
     "zero/gather": 2689,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
-    "zero/owners": 892,
+    "zero/owners": 1067,
     "zero/reduce": 1510,
     "zero/states": 930,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"Muon": 330, "experts": 900, "FSDP2": 1000}
+ALLOWED = {"experts": 900, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -141,6 +141,7 @@ def test_bytes():
     assert StateFormats().bytes_per_parameter() == 5
     assert StateFormats("fp32", "fp32", "fp32").bytes_per_parameter() == 12
     assert StateFormats(scales="block").bytes_per_parameter() == 5 + 3 / 128
+    assert StateFormats("fp32").bytes_per_parameter(["exp_avg"]) == 5  # of Muon
     segments = Segments([1 << 20, 3 << 10], CPU)
     for formats in (StateFormats(), StateFormats(scales="block"), StateFormats("fp32", "bf16", "fp8_e5m2")):
         held = sum(buffer.num_bytes() for buffer in make_state_buffers(segments, formats))

@@ -191,7 +191,7 @@ GRADIENTS: Rules = {
     '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
     '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
     '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"': lambda c: (
-        c.gradients.accumulate_in == "node" and not c.quantizes_gradients
+        c.gradients.accumulate_in == "node" and not c.reduces_gradients
     ),
     '"{S}.gradients.scales": "tensor" (one scale that all ranks share) goes with one FP8 format on both hops, got '
     'intra_format "{c.gradients.intra_format}" and inter_format "{c.gradients.inter_format}"; set both to '
@@ -212,7 +212,7 @@ GRADIENTS: Rules = {
     ),
     '"{S}.gradients.store_format": "{c.gradients.store_format}" needs gradients that the plugin reduces; set '
     '"intra_format" and "inter_format", for example to it, or store_format to "none"': lambda c: (
-        not _shares_scales(c) and c.gradients.store_format != "none" and not c.quantizes_gradients
+        not _shares_scales(c) and c.gradients.store_format != "none" and not c.reduces_gradients
     ),
     (
         '"{S}.gradients.block_size": {c.gradients.block_size} must be one of ' + _BLOCK_SIZES + " where reduced "
@@ -276,10 +276,6 @@ PARTS: Rules = {
         and c.weights.format == "fp8_e4m3"
         and c.computes_in_low_precision
         and c.partition != "whole_tensor"
-    ),
-    '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
-    'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"': lambda c: (
-        c.partition == "whole_tensor" and not c.quantizes_gradients
     ),
     '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two': lambda c: (
         c.partition == "whole_tensor" and c.gradients.error_feedback
@@ -380,13 +376,14 @@ HOST: Rules = {
         f"one of the two": lambda c, key=key: c.partition == "whole_tensor" and _offloads(c, key)
         for key in _OFFLOADS
     },
-    '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are reduce-scattered; '
-    'remove the key or set it to true, or (Muon needs it) set "{S}.gradients" to {{"intra_format": "none", '
-    '"inter_format": "none"}}': lambda c: c.quantizes_gradients and c.ds("zero_optimization.reduce_scatter") is False,
+    '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are reduce-scattered, nor '
+    'with owners of whole tensors; remove the key or set it to true (Muon: with "{S}.partition": "whole_tensor"), or '
+    'set "{S}.gradients" to {{"intra_format": "none", "inter_format": "none"}}, "{S}.partition" to "slice"': lambda c: (
+        c.reduces_gradients and c.ds("zero_optimization.reduce_scatter") is False
+    ),
     '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean is exact in '
     "fp32; remove them": lambda c: (
-        c.quantizes_gradients
-        and (bool(c.ds("prescale_gradients")) or (c.ds("gradient_predivide_factor") or 1.0) != 1.0)
+        c.reduces_gradients and (bool(c.ds("prescale_gradients")) or (c.ds("gradient_predivide_factor") or 1.0) != 1.0)
     ),
 }
 

@@ -375,6 +375,11 @@ class PluginConfig(_Section):
         return self.gradients.intra_format != "none" or self.gradients.inter_format != "none"
 
     @property
+    def reduces_gradients(self) -> bool:
+        """Whether the plugin does it, not DeepSpeed, which reduces to equal slices in 16 or 32 bits."""
+        return self.quantizes_gradients or self.partition == "whole_tensor"
+
+    @property
     def stores_states_in_low_precision(self) -> bool:
         """Whether master weights or moments are stored in less than fp32."""
         optimizer = self.optimizer

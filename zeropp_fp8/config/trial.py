@@ -77,12 +77,10 @@ class Trial(BaseModel):
             more = {gemm: [*named.get(gemm, ()), *patterns] for gemm, patterns in self.gemms.items()}
             changes["compute"] = part.model_copy(update={"high_precision_gemms": named | more})
         changed = config.model_copy(update=changes)
-        if not config.quantizes_gradients or changed.quantizes_gradients:
+        if not config.reduces_gradients or changed.reduces_gradients:
             return changed
-        # DeepSpeed reduces them: in equal slices, and to the dtype that it keeps.
-        return changed.model_copy(
-            update={"gradients": GradientsConfig(), "partition": "slice", "partition_split": "balance"}
-        )
+        # DeepSpeed reduces them, to the dtype that it keeps.
+        return changed.model_copy(update={"gradients": GradientsConfig()})
 
 
 def trial_from_environment() -> Trial | None:

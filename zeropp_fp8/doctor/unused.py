@@ -38,7 +38,7 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     weights = config.weights
     if weights.format == "none":
         yield _fields("weights", config, "format", "difference"), '"weights.format" is "none"'
-    if not config.quantizes_gradients:
+    if not config.reduces_gradients:
         others = ("intra_format", "inter_format", "store_format", "scales")
         yield _fields("gradients", config, *others), "gradients are reduced by DeepSpeed, in 16 or 32 bits"
     if not config.computes_in_low_precision:

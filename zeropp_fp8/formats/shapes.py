@@ -1,4 +1,4 @@
-"""Which shape a weight has. What follows from it is decided elsewhere; that there are these three, here only.
+"""Which shape a weight has. What follows from it is decided elsewhere; that there are these, here only.
 
 * a matrix [out, in] of a linear layer or an embedding: quantized, and an operand of a GEMM;
 * a stack of matrices, of packed experts or a convolution: quantized as well;
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -18,3 +19,9 @@ def is_vector(shape: Sequence[int]) -> bool:
 def is_matrix(shape: Sequence[int]) -> bool:
     """Whether it is one matrix."""
     return len(shape) == 2
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of the matrices in a stack of packed experts [experts, out, in]; else of the one matrix that a
+    tensor is, of a convolution with a filter per row."""
+    return (shape[1], shape[2]) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))

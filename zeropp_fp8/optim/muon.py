@@ -9,43 +9,126 @@ K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (kel
 Five steps of a quintic Newton-Schulz iteration bring singular values between 0.01 and 1 to between 0.68 and 1.14. The
 iteration takes the whole matrix, so that one rank must own all of it. What is no matrix of a hidden layer (embeddings,
 head, norms, biases) is updated as by AdamW.
+
+A tensor of three dimensions is a stack of matrices, such as packed experts. Of more: a convolution, whose rows are its
+filters. A tensor may hold several matrices, such as query, key and value: `Rows` says which rows are whose.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.formats.shapes import is_vector, matrix_shape
 from zeropp_fp8.optim.adamw import AdamWUpdate
 from zeropp_fp8.optim.update import UPDATES, Computed, Update
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 STEPS = 5
-_EPS = 1e-7
+METHODS = ("gram", "standard")
 NO_MATRIX = 'put what Muon does not update into a param group with "use_muon": False'
+_EPS = 1e-7
 
 
-def orthogonalized(matrices: Tensor, steps: int = STEPS, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Matrices [..., rows, columns] with singular values of about 1, in `dtype`, in which products are taken."""
+def orthogonalized(
+    matrices: Tensor, steps: int = STEPS, dtype: torch.dtype = torch.bfloat16, method: str = "standard"
+) -> Tensor:
+    """Matrices [..., rows, columns] with singular values of about 1, in `dtype`, in which products are taken.
+
+    Args:
+        method: "gram": the same polynomial, from products of the smaller Gram matrix where a matrix is not square.
+    """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     # In fp32: fp16 cannot say the sum of squares of a matrix, and bf16 rounds it to 3 digits.
     x = (x / (x.float().norm(dim=(-2, -1), keepdim=True) + _EPS)).to(dtype)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+    if method == "gram" and x.shape[-2] < x.shape[-1]:
+        # In 16 bits a Gram matrix that is carried along drifts from that of the matrix: made anew after two steps.
+        for some in (min(steps, 2), steps - 2):
+            x = _by_gram_matrix(x, some)
+    else:
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
 
 
-def _product_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of the iteration's products: bf16, and fp32 on a CPU, as DeepSpeed has it."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def _by_gram_matrix(x: Tensor, steps: int) -> Tensor:
+    """Some steps at once: with G = x x', each is x <- P x and G <- P G P with P = a + b G + c G^2.
+
+    T. Dao, "Gram Newton-Schulz" (tridao.me/blog/2026/gram-newton-schulz).
+    """
+    if steps < 1:
+        return x
+    a, b, c = COEFFICIENTS
+    gram = x @ x.mT
+    product = None
+    for step in range(steps):
+        factor = b * gram + c * gram @ gram  # P without a, which in 16 bits would cost it digits
+        if product is None:
+            product = factor.clone()
+            product.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            product = a * product + factor @ product
+        if step < steps - 1:
+            half = a * gram + factor @ gram
+            gram = a * half + half @ factor
+    return product @ x
+
+
+def _product_dtype(device: torch.device, method: str) -> torch.dtype:
+    """The dtype of the iteration's products, as DeepSpeed has it: fp32 on a CPU."""
+    if device.type != "cuda":
+        return torch.float32
+    return torch.float16 if method == "gram" else torch.bfloat16
+
+
+class Rows(NamedTuple):
+    """The matrices whose rows one tensor holds, as `groups` times so many rows of each.
+
+    Query, key and value of 8, 2 and 2 heads of 64, one after the other: Rows(1, (512, 128, 128)). With two query heads
+    beside each key and value: Rows(2, (128, 64, 64)).
+
+    Args:
+        sizes: rows of each matrix in a group.
+        joined: a matrix is its rows of all groups; else of each group: `Rows(heads, (rows,), False)` is one per head.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    joined: bool = True
+
+    def map(self, change, tensor: Tensor) -> Tensor:
+        """[..., rows, columns] -> `change` of each matrix."""
+        parts = []
+        for part in tensor.unflatten(-2, (self.groups, -1)).split(self.sizes, dim=-2):
+            shape = part.shape
+            parts.append(change(part.flatten(-3, -2) if self.joined else part).reshape(shape))
+        return torch.cat(parts, dim=-2).flatten(-3, -2)
+
+    def shapes(self, columns: int) -> list[tuple[int, int]]:
+        """Shapes of all matrices."""
+        if self.joined:
+            return [(self.groups * size, columns) for size in self.sizes]
+        return [(size, columns) for size in self.sizes] * self.groups
+
+
+def _operations(rows: int, columns: int, options: Mapping[str, Any]) -> int:
+    """Floating-point operations of the iteration, of one matrix."""
+    small, large, steps = min(rows, columns), max(rows, columns), options.get("ns_steps", STEPS)
+    if options.get("ns_method", "standard") == "gram" and small < large:
+        runs = [some for some in (min(steps, 2), steps - 2) if some > 0]
+        return sum(4 * small**2 * large + small**3 * (8 * some - 6) for some in runs)
+    return steps * (4 * small**2 * large + 2 * small**3)
+
+
+def _rows(group: Mapping[str, Any]) -> Rows | None:
+    return Rows(*group["rows"]) if group.get("rows") else None
 
 
 class MuonUpdate(Update):
@@ -65,20 +148,35 @@ class MuonUpdate(Update):
             yield f'"ns_coefficients" of Muon are {COEFFICIENTS} here; leave them out'
         elif options.get("adjust_lr_fn", "original") not in (None, "original"):
             yield '"adjust_lr_fn" of Muon is "original" here: leave it out, and multiply the learning rate'
+        elif options.get("ns_method", "gram") not in METHODS:
+            yield f'"ns_method" of Muon is {options["ns_method"]!r}; it is one of {", ".join(METHODS)}'
 
     def options(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
-        return {**numbers, "nesterov": bool(group.get("nesterov", True)), "steps": int(group.get("ns_steps", STEPS))}
+        numbers |= {"nesterov": bool(group.get("nesterov", True)), "steps": int(group.get("ns_steps", STEPS))}
+        return {**numbers, "method": group.get("ns_method", "standard"), "rows": _rows(group)}
+
+    def operations(self, shape: Sequence[int], group: Mapping[str, Any]) -> int:
+        rows, columns = matrix_shape(shape)
+        each = [(rows, columns)] if _rows(group) is None else _rows(group).shapes(columns)
+        return math.prod(shape) // max(rows * columns, 1) * sum(_operations(*matrix, group) for matrix in each)
 
     def compute(
         self, weight: Tensor, grad: Tensor, states: list[Tensor], step: int, options: Mapping[str, Any]
     ) -> Computed:
         momentum = states[0].lerp(grad, 1 - options["momentum"])
         moved = grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
-        direction = orthogonalized(moved.flatten(1), options["steps"], _product_dtype(weight.device)).view_as(weight)
-        rows, columns = moved.flatten(1).shape
-        rate = options["lr"] * math.sqrt(max(1.0, rows / columns))
-        return weight * (1 - options["lr"] * options["weight_decay"]) - rate * direction.float(), [momentum]
+        moved = moved.view(-1, *matrix_shape(weight.shape[1:]))
+        dtype = _product_dtype(weight.device, options["method"])
+
+        def direction(matrices: Tensor) -> Tensor:
+            rows, columns = matrices.shape[-2:]
+            found = orthogonalized(matrices, options["steps"], dtype, options["method"])
+            return found.float().mul_(math.sqrt(max(1.0, rows / columns)))
+
+        moved = direction(moved) if options["rows"] is None else options["rows"].map(direction, moved)
+        weight = weight * (1 - options["lr"] * options["weight_decay"])
+        return weight.sub_(moved.reshape(weight.shape), alpha=options["lr"]), [momentum]
 
 
 class Muon(torch.optim.Optimizer):
@@ -86,7 +184,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups; all that are not of matrices (two dimensions or more) must be AdamW's.
-        lr, weight_decay: of both; momentum, nesterov, ns_steps: Muon's; betas, eps: AdamW's.
+        lr, weight_decay: of both; momentum, nesterov, ns_steps, ns_method ("gram" or "standard"), and in a group also
+            "rows" (of `Rows`): Muon's; betas, eps: AdamW's.
 
     `step` raises ValueError where a parameter of a group of Muon's has fewer than two dimensions.
     """
@@ -99,12 +198,15 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = STEPS,
+        ns_method: str = "gram",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-10,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        defaults |= {"ns_steps": ns_steps, "betas": betas, "eps": eps, "use_muon": True}
-        super().__init__(params, defaults | {"decoupled_weight_decay": True})
+        defaults |= {"ns_steps": ns_steps, "ns_method": ns_method, "betas": betas, "eps": eps, "use_muon": True}
+        super().__init__(params, defaults | {"rows": None, "decoupled_weight_decay": True})
+        for group in self.param_groups:  # plain, so that a checkpoint can be read without this package
+            group["rows"] = group["rows"] and tuple(group["rows"])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -121,10 +223,10 @@ class Muon(torch.optim.Optimizer):
                 for name in update.states:
                     if name not in state:
                         state[name] = torch.zeros_like(param, dtype=torch.float32)
-                held = [state[name] for name in update.states]
-                new, held = update.compute(param.float(), param.grad.float(), held, state["step"], options)
-                param.copy_(new)
-                state.update(zip(update.states, held))
+                held = [state[name][None] for name in update.states]
+                new, held = update.compute(param.float()[None], param.grad.float()[None], held, state["step"], options)
+                param.copy_(new[0])
+                state.update((name, each[0]) for name, each in zip(update.states, held))
         return loss
 
 

@@ -17,7 +17,7 @@ section 2.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,13 +147,13 @@ class StateFormats:
             storage_of(getattr(self, name), f"{name} format")
         check_scales(self.scales, self.block_size)
 
-    def bytes_per_parameter(self) -> float:
-        """Bytes of master weight and moments for each parameter.
+    def bytes_per_parameter(self, moments: Iterable[str] = ("exp_avg", "exp_avg_sq")) -> float:
+        """Bytes of master weight and these moments for each parameter.
 
         Scales per block are counted, those per tensor and the padding of segments to tiles are not.
         """
         total = 0.0
-        for name in (self.master, self.exp_avg, self.exp_avg_sq):
+        for name in (self.master, *(getattr(self, moment) for moment in moments)):
             total += STORAGES[name].num_bytes
             if STORAGES[name].scaled and self.scales == "block":
                 total += 1 / self.block_size

@@ -8,7 +8,7 @@ kernel instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from zeropp_fp8.optim.state_buffer import StateBuffer
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ENCODED = (FP8Gradients, StateBuffer)
+_TOGETHER = 1 << 24  # elements that are changed together: one matrix of 4096 x 4096 keeps a GPU busy
 Computed = tuple[Tensor, Sequence[Tensor]]  # a weight and its states after a step, fp32
 
 
@@ -68,21 +69,36 @@ class Owned:
         return grad * self.grad_scale
 
     def change(self, compute: Callable[[Tensor, Tensor, list[Tensor]], Computed]) -> None:
-        """Let each segment's weight and states become what `compute` makes of them and the gradient, rounded.
+        """Let weights and states become what `compute` makes of them and the gradients, rounded.
 
-        The model's weights are written from the rounded master weights, so that a resumed run goes on from the same
-        numbers.
+        It gets tensors of one shape together: [how many, *shape]. The model's weights are written from the rounded
+        master weights, so that a resumed run goes on from the same numbers.
         """
+        for segments in self._of_one_shape():
+            shape = (len(segments), *self.shapes[segments[0]])
+            decoded = [_stacked(map(buffer.decode, segments), shape) for buffer in (self.master, *self.states)]
+            new, states = compute(decoded[0], _stacked(map(self.gradient, segments), shape), decoded[1:])
+            for row, segment in enumerate(segments):
+                for buffer, state in zip(self.states, states, strict=True):
+                    buffer.encode_(segment, state[row].reshape(-1))
+                self.master.encode_(segment, new[row].reshape(-1))
+                weight = self.weights[segment].detach()
+                weight.copy_(self.master.decode(segment).view_as(weight))
+
+    def _of_one_shape(self) -> Iterator[list[int]]:
+        """Segments that are changed together: small ones of one shape."""
+        together: dict[tuple[int, ...], list[int]] = {}
         for segment, numel in enumerate(self.segments.numels):
-            if numel == 0:
-                continue
-            weight, shape = self.weights[segment].detach(), self.shapes[segment]
-            old, *states = [buffer.decode(segment).view(shape) for buffer in (self.master, *self.states)]
-            new, states = compute(old, self.gradient(segment).view(shape), states)
-            for buffer, state in zip(self.states, states, strict=True):
-                buffer.encode_(segment, state.reshape(-1))
-            self.master.encode_(segment, new.reshape(-1))
-            weight.copy_(self.master.decode(segment).view_as(weight))
+            batch = together.setdefault(tuple(self.shapes[segment]), []) if numel else []
+            batch.append(segment)
+            if numel and (len(batch) + 1) * numel > _TOGETHER:
+                yield together.pop(tuple(self.shapes[segment]))
+        yield from together.values()
+
+
+def _stacked(tensors: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
+    first, *others = tensors
+    return (torch.stack([first, *others]) if others else first).view(shape)
 
 
 def _check_tensors(name: str, tensors: Sequence[Tensor], numels: Sequence[int]) -> None:
@@ -122,10 +138,15 @@ class Update:
         """The hyperparameters of a step, as numbers."""
         return {"lr": float(group["lr"])}
 
+    def operations(self, shape: Sequence[int], group: Mapping[str, Any]) -> int:
+        """Floating-point operations of a step for a tensor of this shape, where it needs whole tensors; else 0."""
+        return 0
+
     def compute(
         self, weight: Tensor, grad: Tensor, states: list[Tensor], step: int, options: Mapping[str, Any]
     ) -> Computed:
-        """The next weight and states of one tensor: fp32, in its shape where one owner has all of it, else flat.
+        """The next weights and states of tensors of one shape, fp32 [how many, *shape]; flat where one owner does not
+        have all of a tensor.
 
         Args:
             step: which update this is, counted from 1.
@@ -142,5 +163,5 @@ UPDATES: dict[str, Update] = {}  # by the name of the class whose `step` it stan
 
 def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
     """The update of an optimizer's class, or of that which it inherits its step from; None: there is none."""
-    updating = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return UPDATES.get(updating.__name__)
+    updating = next((cls.__name__ for cls in type(optimizer).__mro__ if "step" in vars(cls)), None)
+    return UPDATES.get(updating)  # DeepSpeed's DummyOptim has no step

@@ -88,11 +88,12 @@ def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Co
     own = {key: value for key, value in filled.items() if key != SECTION}
     refused, unread = _of_config(own, world_size)
     named = set(map(key_of, refused))  # keys of a wrong type; they break other rules as well
+    whole = bool(lines) if config is None else config.partition == "whole_tensor"
     lines = [line for line in lines if key_of(line) not in named]
     if not lines and not refused:
-        lines += _of_engine(own, made)
+        lines += _of_engine(own, made, whole)
     if lines or refused:  # no engine is made then, and no script hands anything over
-        refused += _of_engine(own, MADE)
+        refused += _of_engine(own, MADE, whole)
     lines += refused
     if config is not None and "optimizer" in made:
         lines += _of_states(own, config)
@@ -350,11 +351,11 @@ def _section_of(ds_config: Mapping[str, Any], name: str) -> tuple[str, Mapping[s
     return kind if isinstance(kind, str) else "", params if isinstance(params, Mapping) else {}
 
 
-def _of_engine(ds_config: Mapping[str, Any], made: Collection[str]) -> Iterator[str]:
-    """Yield what an engine refuses when it is made."""
+def _of_engine(ds_config: Mapping[str, Any], made: Collection[str], whole: bool) -> Iterator[str]:
+    """Yield what an engine refuses when it is made; `whole`: tensors have owners."""
     yield from _of_stage(ds_config)
     if "optimizer" in made:
-        yield from _of_optimizer(ds_config)
+        yield from _of_optimizer(ds_config, whole)
     if "scheduler" in made:
         yield from _of_scheduler(ds_config)
 
@@ -376,7 +377,7 @@ def _of_states(ds_config: Mapping[str, Any], config: PluginConfig) -> Iterator[s
     )
 
 
-def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
+def _of_optimizer(ds_config: Mapping[str, Any], whole: bool) -> Iterator[str]:
     """Yield an engine's faults with the optimizer that it makes itself, with the remedy."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -393,8 +394,15 @@ def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
         near = nearest(kind, [*of_torch, *DEEPSPEED_OPTIMIZERS], 0.7)
         yield f'"optimizer.type": neither DeepSpeed nor torch.optim has {shown(kind)}{near}'
         return
-    if name == "muon" and not (isinstance(zero, Mapping) and zero.get("reduce_scatter") is False):
-        yield '"optimizer.type" "Muon" does not go with reduce-scatter; set "zero_optimization.reduce_scatter" to false'
+    if name == "muon" and whole:
+        from zeropp_fp8.plugin.muon import refusals
+
+        yield from refusals(params)
+    elif name == "muon" and not (isinstance(zero, Mapping) and zero.get("reduce_scatter") is False):
+        yield (
+            '"optimizer.type" "Muon" does not go with reduce-scatter; set '
+            f'"{SECTION}.partition" to "whole_tensor", or "zero_optimization.reduce_scatter" to false'
+        )
     elif name not in _TESTED and not ds_config.get("zero_allow_untested_optimizer"):
         remedy = 'to use it set "zero_allow_untested_optimizer" to true'
         yield f'"optimizer.type" {shown(kind)} is untested with ZeRO; {remedy}'
@@ -404,7 +412,7 @@ def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
     # Torch's own optimizers check the values; others, which are built for a device, give them the same meaning.
     own = getattr(torch.optim, {"adagrad": "Adagrad"}.get(name, kind), torch.optim.AdamW)
     own = torch.optim.AdamW if name in ("adam", "lamb", "lion") or not isinstance(own, type) else own
-    parameter = torch.nn.Parameter(torch.empty(1, device="meta"))
+    parameter = torch.nn.Parameter(torch.empty(1, 1, device="meta"))  # Muon takes no vectors
     yield from _of_params("optimizer", kind, params, _optimizers(kind, params), own, [parameter])
 
 
@@ -458,7 +466,7 @@ def _of_scheduler(ds_config: Mapping[str, Any]) -> Iterator[str]:
     elif ds_config["scheduler"].get("params") is None:
         yield f'"scheduler.params" is missing; add an object, as in {_OBJECTS_LIKE["scheduler"]}'
     else:
-        parameter = torch.nn.Parameter(torch.empty(1, device="meta"))
+        parameter = torch.nn.Parameter(torch.empty(1, 1, device="meta"))  # Muon takes no vectors
         yield from _of_params("scheduler", kind, params, [made], made, torch.optim.AdamW([parameter]))
 
 

@@ -53,18 +53,25 @@ class ZeroppEngine(DeepSpeedEngine):
 
             observe(self)
 
+    def _configure_basic_optimizer(self, model_parameters):
+        if self.optimizer_name() != "muon" or self._zeropp_fp8_config.partition != "whole_tensor":
+            return super()._configure_basic_optimizer(model_parameters)
+        from zeropp_fp8.plugin.muon import muon_of
+
+        return muon_of(self.module, model_parameters, self.optimizer_params() or {})
+
     def _configure_zero_optimizer(self, optimizer):
         from zeropp_fp8.zero.session import Session
         from zeropp_fp8.zero.ulysses import exchange_in_fp8
 
         config, conversion, this = self._zeropp_fp8_config, self._zeropp_fp8_conversion, weakref.ref(self)
-        check_owners(config)
+        check_owners(config, optimizer)
         group, others = _partition_group(self.module, self.mpu), _model_parallel(self.mpu)
         where = {}
         if config.partition == "whole_tensor":
             from zeropp_fp8.zero.owners.placement import Owners
 
-            where = {"placement": Owners}
+            where = {"placement": functools.partial(Owners, optimizer=optimizer)}
         session = Session(config, group, conversion, others, this, **where)
         session.ledger.comms_logger = ds_comm.comms_logger
         session.leave_exact(self.module)
@@ -235,8 +242,9 @@ class ZeroppEngine(DeepSpeedEngine):
 ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = DeepSpeedEngine.__name__
 
 
-def check_owners(config) -> None:
-    """Refuse owners of whole tensors if this DeepSpeed does not ask where in a parameter a rank's part begins."""
+def check_owners(config, optimizer=None) -> None:
+    """Refuse owners of whole tensors if this DeepSpeed does not ask where in a parameter a rank's part begins, and an
+    optimizer that gathers by itself."""
     import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -244,6 +252,11 @@ def check_owners(config) -> None:
         raise ConfigError(
             f'"{SECTION}.partition": "whole_tensor" needs DeepSpeed 0.19.3 or later, this is {deepspeed.__version__}; '
             'update it, or set partition to "slice"'
+        )
+    if config.partition == "whole_tensor" and type(optimizer).__name__ == "MuonWithAuxAdam":
+        raise ConfigError(
+            f'"{SECTION}.partition": "whole_tensor" does not go with DeepSpeed\'s MuonWithAuxAdam; let the ds_config '
+            'make the optimizer ("optimizer.type": "Muon"), or use zeropp_fp8.optim.Muon'
         )
 
 

@@ -154,7 +154,7 @@ class Partitions:
         plain = float(norm_type) == 2.0 and stage.model_parallel_group is None and gradients
         if not plain:
             return stage.stock.get_grad_norm_direct(gradients, params, norm_type)
-        if not session.config.quantizes_gradients:
+        if not session.config.reduces_gradients:
             each = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
             return norm_of_squares(torch.stack(each).square().sum(), session)
         own = [g for g in gradients if g.numel()]

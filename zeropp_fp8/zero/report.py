@@ -152,7 +152,7 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             held *= level.size
             weights["forward"][level.link] += 0 if kept and is_kept else sent * (differs if kept else 1)
             weights["backward"][level.link] += 0 if kept or unit.persistent else sent
-        if param.requires_grad and session.config.quantizes_gradients:
+        if param.requires_grad and session.config.reduces_gradients:
             size = slice_numel(sharded.numel(param), world)
             exact = UnquantizedFormat(param.dtype)
             in_full = session.sends_exactly("gradients", param)

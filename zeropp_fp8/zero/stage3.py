@@ -16,7 +16,7 @@ from contextlib import nullcontext
 
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage3 import OPTIMIZER_STATE_DICT, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
@@ -81,7 +81,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self.session, self.stock = session, super()
         self.hooks, self.backwards = GradientHooks(self), Backwards(self)
         self.buckets, self.looking = Buckets(self), Looking(self)
-        if session.config.quantizes_gradients:
+        if session.config.reduces_gradients:
             kwargs["reduce_scatter"] = True
         if kwargs.get("reduce_scatter", True):
             # DeepSpeed would copy each gradient into a buffer (a gigabyte by default), and then read it tensor by
@@ -244,8 +244,14 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         load_extra_state(self.session, state_dict.get(ENTRY))
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir) -> None:
+        own = [dict(group) for group in self.optimizer.param_groups]
         with self.states.expanded(takes_back=True):
             super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+        # DeepSpeed gives every param group the options of the first one: weight decay to norms, Muon to embeddings.
+        path = f"{checkpoint_dir}/zero/optimizer_state.pt"
+        saved = torch.load(path, weights_only=False, mmap=True)[OPTIMIZER_STATE_DICT]["param_groups"]
+        for group, options in zip(self.optimizer.param_groups, saved if len(saved) == len(own) else own):
+            group.update((key, value) for key, value in options.items() if key != "params")
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights) -> None:
         takes_back = self.states.expanded(takes_back=True, with_states=False)

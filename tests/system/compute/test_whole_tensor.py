@@ -77,6 +77,21 @@ def test_every_combination_trains(options, ranks_per_node):
             assert whole.bytes["weights_backward"]["inter"] == 0
 
 
+@pytest.mark.parametrize("split", ["balance", "none"])
+@pytest.mark.parametrize("options", [{}, {"weights": {"format": "int8"}}], ids=["exact", "int8 weights"])
+def test_gradients_that_nothing_quantizes(options, split):
+    """The bits of slices, which DeepSpeed reduces: the mean of two ranks' fp32 gradients has one rounding."""
+    run = {"options": {"recipe": "lossless", "partition": "whole_tensor", "partition_split": split, **options}}
+    sliced = {"recipe": "lossless", **options}
+    ranks = run_two(jobs.with_both, **run, sliced=sliced, config={}, dtype="fp32")
+    for whole, with_slices in ranks:
+        assert whole.losses == with_slices.losses or options  # blocks of codes begin elsewhere
+        assert whole.losses == pytest.approx(with_slices.losses, rel=5e-3)
+        assert options or not changed(whole.weights, with_slices.weights)
+    whole, with_slices = (sum(traces[i].bytes["gradients"]["inter"] for traces in ranks) for i in (0, 1))
+    assert whole == with_slices
+
+
 def test_lora_on_a_frozen_base():
     run = {"options": {"recipe": "fp8-lm"}, "sliced": {"recipe": "fp8-lm", "partition": "slice"}}
     whole, sliced = run_two(jobs.with_both, **run, config=jobs.CLIPPED, lora=True)[0]

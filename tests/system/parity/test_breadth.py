@@ -93,7 +93,7 @@ REFUSED = {
     "no_sync": ("AssertionError", ("no_sync context manager is incompatible", "ZeRO stage 3")),
     "meta": ("NotImplementedError", ("Cannot copy out of meta tensor", "to_empty()")),
     "untested optimizer": ("AssertionError", ("untested ZeRO Optimizer", "zero_allow_untested_optimizer")),
-    "Muon": ("ConfigError", ("zero_optimization.reduce_scatter", "Muon needs it", '"intra_format": "none"')),
+    "Muon": ("ConfigError", ("zero_optimization.reduce_scatter", 'Muon: with "zeropp_fp8.partition": "whole_tensor"')),
 }
 
 

@@ -81,6 +81,8 @@ class OwnerLayout:
                 else value
                 for name, value in values.items()
             }
+            if "exp_avg" in states[key]:  # ds_to_universal wants a second moment of every tensor; saved once, by torch
+                states[key].setdefault("exp_avg_sq", states[key]["exp_avg"])
         return {
             **state_dict,
             FP32_FLAT_GROUPS: [self._flat_of(i, flat, convert, numel_of) for i, flat in enumerate(flats)],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_to_owners import OwnedPart, OwnerReducePlan
+from zeropp_fp8.optim import UPDATES, StateFormats, Update, update_of
 from zeropp_fp8.zero.owners.plan import TensorStates, balance_of, plan_parts
 from zeropp_fp8.zero.placement import Range, Slices
 
@@ -26,12 +28,18 @@ class OwnedRange:
 class Owners(Slices):
     """Every parameter on one owner, or cut by rows between a few (plan.py), once they are planned.
 
+    Args:
+        optimizer: the engine's, if any: its update may need whole tensors.
+
     Attributes:
         balance: what the start table says of it; None: nothing is planned yet.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__(rank, world_size)
+        update = None if optimizer is None else update_of(optimizer)
+        groups = [] if update is None else optimizer.param_groups
+        self._updates = {id(p): (update.of_group(group), group) for group in groups for p in group["params"]}
         self._parts: dict[int, list[OwnedRange]] = {}  # by sharded.key, in ascending order of elements
         self.balance: str | None = None
 
@@ -39,7 +47,8 @@ class Owners(Slices):
         self,
         units: Sequence[Sequence[Parameter]],
         ranks_per_node: int,
-        state_bytes: float,
+        gradient_bytes: float,
+        formats: StateFormats,
         wire_bytes: Sequence[Sequence[float]],
         split: Literal["balance", "none"],
     ) -> None:
@@ -47,18 +56,23 @@ class Owners(Slices):
 
         Args:
             units: parameters that are gathered together.
-            state_bytes: bytes per element of gradient, master weight and moments, for those that are trained.
+            gradient_bytes, formats: per element of those that are trained.
             wire_bytes: bytes per element of each parameter when it is gathered.
             split: see `plan_parts`.
         """
         params = [p for unit in units for p in unit]
+
+        def trained(param: Parameter) -> float:
+            return gradient_bytes + formats.bytes_per_parameter(self._update_of(param)[0].states.values())
+
         tensors = [
             TensorStates(
                 name=str(sharded.key(p)),
                 shape=tuple(sharded.shape(p)),
-                bytes_per_element=sharded.shard(p).element_size() + (state_bytes if p.requires_grad else 0.0),
+                bytes_per_element=sharded.shard(p).element_size() + (trained(p) if p.requires_grad else 0.0),
                 block=index if len(unit) > 1 else None,
                 wire_bytes_per_element=wire,
+                operations=self._update_of(p)[0].operations(sharded.shape(p), self._update_of(p)[1]),
             )
             for index, (unit, wires) in enumerate(zip(units, wire_bytes))
             for p, wire in zip(unit, wires)
@@ -68,9 +82,15 @@ class Owners(Slices):
         for part in planned:
             first, end = part.element_range(tensors[part.tensor])
             self._parts[sharded.key(params[part.tensor])].append(OwnedRange(part.owner, first, end - first))
-        memory, worst, mean = balance_of(tensors, planned, self.world_size)
+        memory, worst, mean, arithmetic = balance_of(tensors, planned, self.world_size)
         exchange = f"a block's exchange max/mean {worst:.2f} (mean block {mean:.2f})"
+        if any(tensor.operations for tensor in tensors):
+            exchange = f"updates of whole matrices max/mean {arithmetic:.3f}; {exchange}"
         self.balance = f"memory max/mean {memory:.3f}; {exchange}; {len(planned)} parts of {len(tensors)} tensors"
+
+    def _update_of(self, param: Parameter) -> tuple[Update, Mapping[str, Any]]:
+        """The parameter's update, and its group; AdamW's where there is none that the plugin knows."""
+        return self._updates.get(id(param), (UPDATES["AdamW"], {}))
 
     def parts(self, param: Parameter) -> list[OwnedRange]:
         """All ranks' parts of a parameter, in ascending order of elements."""

@@ -15,6 +15,9 @@ owns most of the block. Llama-7B's block has 4 * 4096^2 + 3 * 4096 * 11008 = 202
 "balance" cuts so, lays a block's parts out in as many bins as there are ranks, largest first to the emptiest bin, and
 deals the bins out, largest to the rank with most memory left.
 
+Arithmetic. Muon's update takes a matrix whole (`operations`): it is not cut, and its owner multiplies matrices, 30 n^3
+operations for one of n x n. Exchanges (loads.py) even out memory and arithmetic then.
+
 Planning only: no communication, no tensors. All comparisons are between integers and all ties end at the rank's number,
 so every rank computes the same plan.
 """
@@ -24,8 +27,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from zeropp_fp8.zero.owners.loads import Exchanges, Piece
 
 # A tensor above this part of the mean load is cut by rows (numerator, denominator).
 LARGE = (1, 4)
@@ -48,6 +53,7 @@ class TensorStates:
     bytes_per_element: float  # of all model states on the owner; of a frozen parameter: the weight alone
     block: int | None  # index of the transformer block (unit of a gather) it belongs to; None: gathered by itself
     wire_bytes_per_element: float = 1.0  # that the owner sends in an exchange
+    operations: int = 0  # of an update that takes it whole, in a step; 0: the update takes any rows
 
     @property
     def numel(self) -> int:
@@ -115,7 +121,7 @@ def plan_parts(
       block's tensors so that the busiest rank owns at most 1.5 x its share of the block (see the module). A tensor
       outside of blocks is gathered by itself: it is cut into a part for each rank.
     A cut is between rows (of a vector: elements), and no part has fewer than 64 Ki elements; where that forbids a cut,
-    balance is worse: small models on many ranks.
+    balance is worse: small models on many ranks. A tensor with operations is one part.
 
     Args:
         tensors: tied parameters once. The order matters for ties only.
@@ -132,11 +138,14 @@ def plan_parts(
         for value in (*tensor.shape, tensor.bytes_per_element, tensor.wire_bytes_per_element):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"plan_parts: {tensor.name}: sizes must be finite and not negative: {tensor}")
-    if split == "none":
-        owners = greedy_assignment([t.memory_bytes for t in tensors], ranks)
-        return [Part(i, owner, 0, t.rows) for i, (t, owner) in enumerate(zip(tensors, owners))]
     sizes = [_Sizes.of(index, tensor) for index, tensor in enumerate(tensors)]
-    placed = _place_units(sizes, ranks, ranks_per_node)
+    if split == "none":
+        owners = greedy_assignment([t.memory for t in sizes], ranks)
+        placed = [Part(i, owner, 0, t.rows) for i, (t, owner) in enumerate(zip(sizes, owners))]
+    else:
+        placed = _place_units(sizes, ranks, ranks_per_node)
+    if any(t.operations for t in sizes):
+        placed = _evened(placed, sizes, ranks, split)
     return _merge_neighbours(sorted(placed, key=lambda part: (part.tensor, part.first_row)))
 
 
@@ -149,16 +158,17 @@ class _Sizes:
     rows: int
     memory: int
     wire: int
+    operations: int
     max_parts: int  # by rows and MIN_PART_NUMEL
 
     @classmethod
     def of(cls, index: int, tensor: TensorStates) -> _Sizes:
         row_numel = tensor.numel // tensor.rows if tensor.rows else 0
-        max_parts = tensor.rows // -(-MIN_PART_NUMEL // row_numel) if row_numel else 1
+        max_parts = tensor.rows // -(-MIN_PART_NUMEL // row_numel) if row_numel and not tensor.operations else 1
         wire = tensor.wire_bytes
         # What is never sent has no place in a block's exchange: only its memory counts.
         block = tensor.block if wire else None
-        return cls(index, block, tensor.rows, tensor.memory_bytes, wire, max(max_parts, 1))
+        return cls(index, block, tensor.rows, tensor.memory_bytes, wire, tensor.operations, max(max_parts, 1))
 
     def parts_within(self, size: int, numerator: int, denominator: int) -> int:
         """The fewest equal parts of which none has more than numerator / denominator, of `size` bytes in all."""
@@ -267,6 +277,16 @@ def _ranks_with_most_left(loads: Sequence[int], count: int, largest: int, ranks_
     return sorted(chosen, key=lambda rank: (loads[rank], rank))
 
 
+def _evened(parts: Sequence[Part], sizes: Sequence[_Sizes], ranks: int, split: str) -> list[Part]:
+    """The same parts on owners of which the busiest has less to do."""
+    pieces = []
+    for part in parts:
+        t = sizes[part.tensor]
+        memory, wire = (_bytes_of(size, part.first_row, part.rows, t.rows) for size in (t.memory, t.wire))
+        pieces.append(Piece(part.owner, memory, t.operations, None if split == "none" else t.block, wire))
+    return [replace(part, owner=owner) for part, owner in zip(parts, Exchanges(pieces, ranks).owners())]
+
+
 def _merge_neighbours(parts: Sequence[Part]) -> list[Part]:
     """Parts of one tensor that follow each other on one owner become one part with one scale."""
     merged: list[Part] = []
@@ -279,17 +299,20 @@ def _merge_neighbours(parts: Sequence[Part]) -> list[Part]:
     return merged
 
 
-def balance_of(tensors: Sequence[TensorStates], parts: Sequence[Part], ranks: int) -> tuple[float, float, float]:
-    """How even a plan is, by the busiest rank's bytes over the mean of all: in memory, in the exchange of the worst
-    block, and in that of all blocks in the mean. 1.0 is perfect, or nothing is there."""
-    memory = [0.0] * ranks
+def balance_of(tensors: Sequence[TensorStates], parts: Sequence[Part], ranks: int) -> tuple[float, float, float, float]:
+    """How even a plan is, by the busiest rank's part over the mean of all: in memory, in the exchange of the worst
+    block, in that of all blocks in the mean, and in arithmetic. 1.0 is perfect, or nothing is there."""
+    memory, operations = [0.0] * ranks, [0.0] * ranks
     sent: dict[int, list[float]] = {}
     for part in parts:
         tensor = tensors[part.tensor]
         first, end = part.element_range(tensor)
         memory[part.owner] += (end - first) * tensor.bytes_per_element
+        operations[part.owner] += tensor.operations
         if tensor.block is not None:
             of_rank = sent.setdefault(tensor.block, [0.0] * ranks)
             of_rank[part.owner] += (end - first) * tensor.wire_bytes_per_element
-    of_memory, *of_blocks = (max(of) * ranks / sum(of) if any(of) else 1.0 for of in (memory, *sent.values()))
-    return of_memory, max(of_blocks, default=1.0), sum(of_blocks) / len(of_blocks) if of_blocks else 1.0
+    evenness = (max(of) * ranks / sum(of) if any(of) else 1.0 for of in (memory, operations, *sent.values()))
+    of_memory, of_operations, *of_blocks = evenness
+    mean = sum(of_blocks) / len(of_blocks) if of_blocks else 1.0
+    return of_memory, max(of_blocks, default=1.0), mean, of_operations

@@ -25,6 +25,7 @@ from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.comm.reduce_to_owners import OwnedPart, views_of_parts
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
+from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Difference, Rows
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
@@ -350,7 +351,8 @@ def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> None:
     session.placement.plan(
         units,
         topology.ranks_per_node,
-        state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
+        gradient_bytes,
+        session.state_formats or StateFormats("fp32", "fp32", "fp32"),
         wire_bytes=[[route.format_of(p).bits_per_element / 8 for p in params] for params in units],
         split=config.partition_split,
     )

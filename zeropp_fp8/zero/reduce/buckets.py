@@ -46,7 +46,7 @@ class Buckets:
     def _by_deepspeed(self) -> bool:
         """Whether DeepSpeed's own buckets are used, for what only they know."""
         stage = self.stage
-        return not stage.session.config.quantizes_gradients and (
+        return not stage.session.config.reduces_gradients and (
             stage.contiguous_gradients  # "reduce_scatter": false
             or set(stage.ipg_buckets) != {stage.dtype}  # gradients are sent in another dtype, or in several
             or stage.gradient_predivide_factor != 1.0

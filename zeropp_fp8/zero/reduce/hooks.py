@@ -60,17 +60,17 @@ class GradientHooks:
 
     def _order_of(self, trainable: list[Parameter]) -> FixedOrder:
         stage = self.stage
-        quantized = stage.session.config.quantizes_gradients
+        own = stage.session.config.reduces_gradients
         units = reduction_units(
             trainable,
             stage.module.parameters(),
             stage.parameter_offload.blocks,
             # Stock's buckets are filled parameter by parameter, so there is nothing to join for them.
-            joined_numel=stage.reduce_bucket_size if quantized else 0,
+            joined_numel=stage.reduce_bucket_size if own else 0,
         )
-        if quantized:
+        if own:
             stage.reduction.order_is_known([param for unit in units for param in unit])
-        return FixedOrder(units, stage.reduction.reduce_unit if quantized else stage.buckets.put)
+        return FixedOrder(units, stage.reduction.reduce_unit if own else stage.buckets.put)
 
     def take_no_more(self) -> None:
         """Leave gradients to other engines over the model: this engine has ended, or was collected."""

@@ -99,7 +99,7 @@ class Reduction(StagePart):
         session = self.stage.session
         if ranks == 1:
             return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
-        if not session.config.quantizes_gradients:
+        if not session.config.reduces_gradients:
             return (f"gradients {hop}", "none", self.trained_numel, "one reduce-scatter per bucket, as in stock")
         named = len(session.exact["gradients"])
         skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
@@ -169,7 +169,7 @@ class Reduction(StagePart):
         stage = self.stage
         if stage.hooks.order is not None:
             stage.hooks.order.finish()
-        if stage.session.config.quantizes_gradients:
+        if stage.session.config.reduces_gradients:
             if self.at_boundary():
                 self.flush_accumulated()  # gradients that came twice in an earlier backward
             self.reducer.drain()  # the current stream now waits for all results, so that the host need not
@@ -272,7 +272,7 @@ def _numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.d
         dtype: of the sums.
     """
     gradients, topology = session.config.gradients, session.topology
-    if not session.config.quantizes_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
+    if not session.config.reduces_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
         return 0
     trainable = sum(sharded.shape(p).numel() for p in params if p.requires_grad)
     numel = -(-trainable // topology.ranks_per_node)

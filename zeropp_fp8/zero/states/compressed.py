@@ -25,7 +25,7 @@ def checked_update(optimizer: torch.optim.Optimizer, whole: bool = False) -> Upd
     """The update of an optimizer whose states rest in low precision.
 
     Args:
-        whole: each tensor has one owner.
+        whole: each tensor whose update needs all of it has one owner.
 
     Raises:
         ConfigError: it has none, one that needs whole tensors which there are not, or options that do not go with it.
@@ -38,8 +38,8 @@ def checked_update(optimizer: torch.optim.Optimizer, whole: bool = False) -> Upd
         )
     if update.needs_whole and not whole:
         raise ConfigError(
-            f'"{SECTION}.partition": the update of {type(optimizer).__name__} is one of whole tensors; set '
-            'partition to "whole_tensor" and partition_split to "none"'
+            f'"{SECTION}.partition": the update of {type(optimizer).__name__} is one of whole tensors; set partition '
+            'to "whole_tensor"'
         )
     refused = list(dict.fromkeys(line for group in optimizer.param_groups for line in update.refusals(group)))
     if refused:

@@ -47,8 +47,7 @@ class StatesAtRest:
                 '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "zeropp_fp8.optimizer" '
                 "keeps them in low precision on the device; remove one of the two"
             )
-        config = stage.session.config
-        whole = config.partition == "whole_tensor" and config.partition_split == "none"
+        whole = stage.session.config.partition == "whole_tensor"
         self.stage, self.update = stage, checked_update(optimizer, whole)
         self.compressed: CompressedStates | Freed | None = None
 
@@ -129,7 +128,8 @@ class StatesAtRest:
             flat.requires_grad = True
             steps = states.steps[i]
             count = steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-            moments = {key: torch.cat(parts[key]) for key in self.updates[i].states}
+            # By the names of Adam's moments, which are those that DeepSpeed's tools for checkpoints look for.
+            moments = {moment: torch.cat(parts[key]) for key, moment in self.updates[i].states.items()}
             stage.optimizer.state[flat] = {"step": count, **moments}
             flats.append(flat)
         stage.fp32_partitioned_groups_flat = flats
@@ -155,9 +155,9 @@ class StatesAtRest:
                 own = slice(offset, offset + stage.session.own_numel(param))
                 take = states.write if int(state.get("step", 0)) else states.take_values
                 take(param, flat.detach()[own])
-                for key in self.updates[i].states if with_states else ():
-                    if key in state:  # a checkpoint saved before the first step of stock's optimizer has none
-                        states.write(param, state[key][own], key)
+                for key, moment in self.updates[i].states.items() if with_states else ():
+                    if moment in state:  # a checkpoint saved before the first step of stock's optimizer has none
+                        states.write(param, state[moment][own], key)
                 offset += param.partition_numel()
             states.steps[i] = int(state.get("step", 0))
         states.write_weights()
