@@ -122,20 +122,29 @@ def checkpoints(recipe, lora=False):
     }
 
 
-def save_universal(folder):
+def decaying(params):
+    """AdamW with weight decay of matrices only."""
+    groups = {many: [p for p in params if (p.dim() > 1) is many] for many in (True, False)}
+    return torch.optim.AdamW([{"params": groups[many], "weight_decay": 0.1 * many} for many in groups], lr=1e-3)
+
+
+def save_universal(folder, recipe):
     """Train, save, and say what the weights and the next loss are."""
     weights = see(lambda engine: full_weights(engine.module))
-    return run(spec_of({"recipe": "fp8-lm"}), [*[step] * 3, running.saved(folder, "u"), weights, step])
+    spec = spec_of({"recipe": recipe}, optimizer=decaying)
+    return run(spec, [*[step] * 3, running.saved(folder, "u"), weights, step])
 
 
-def load_universal(folder):
+def load_universal(folder, recipe):
     """Resume from a universal checkpoint at another world size."""
 
     def look(engine):
         moment = engine.optimizer.get_full_hp_param(next(engine.module.parameters()), "exp_avg")
-        return full_weights(engine.module), moment.abs().max().item()
+        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+        return full_weights(engine.module), moment.abs().max().item(), decays
 
-    spec = spec_of({"recipe": "fp8-lm"}, config={"checkpoint": {"load_universal": True}}, model={"seed": 4})
+    config = {"checkpoint": {"load_universal": True}}
+    spec = spec_of({"recipe": recipe}, config=config, model={"seed": 4}, optimizer=decaying)
     data = list(batches(4, dist.get_rank()))[3:]
     return run(spec, [running.loaded(folder, "universal"), see(look), step], data=data)
 
