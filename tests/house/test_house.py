@@ -19,10 +19,10 @@ PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2036,
-    "compute": 2050,
+    "compute": 2073,
     "config": 1760,
     "doctor": 1413,
-    "formats": 2527,
+    "formats": 2532,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1180,
@@ -31,7 +31,7 @@ LINES = {
     "zero": 2931,
     "zero/checkpoint": 385,
     "zero/export": 440,
-    "zero/frozen": 1248,
+    "zero/frozen": 1283,
     "zero/gather": 2689,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 930,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 900, "FSDP2": 1000}
+ALLOWED = {"experts": 837, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -234,17 +234,17 @@ class OptimizerConfig(_Section):
 
 
 class FrozenConfig(_Section):
-    """Frozen weights of linear layers are stored, travel and are kept as codes of `format`.
+    """Frozen weights of linear layers and packed experts are stored, travel and are kept as codes of `format`.
 
     [LoRA on quantized weights](lora.md) says which weights are stored so, and when.
     """
 
     modules: Literal["all-linear", "frozen"] | list[str] = Field(
         "all-linear",
-        description="what is stored while a model is made under `zero.Init`, before anything is frozen: linear layers, "
-        "those with these names, or only what needs no gradient by then",
+        description="what is stored while a model is made under `zero.Init`, before anything is frozen: linear layers "
+        "and packed experts, those with these names, or only what needs no gradient by then",
     )
-    format: AtRest = Field("none", description="what frozen linear weights rest, travel and are kept in")
+    format: AtRest = Field("none", description="what frozen weights of layers rest, travel and are kept in")
     scales: Literal["block", "tensor"] = Field(
         "block", description="tensor: of fp8_e4m3 one scale per weight; FP8 layers multiply the codes as they rest"
     )

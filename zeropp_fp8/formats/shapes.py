@@ -21,7 +21,12 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) == 2
 
 
+def is_stack(shape: Sequence[int]) -> bool:
+    """Whether it is a stack of matrices, such as packed experts [experts, out, in]."""
+    return len(shape) == 3
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, columns) of the matrices in a stack of packed experts [experts, out, in]; else of the one matrix that a
     tensor is, of a convolution with a filter per row."""
-    return (shape[1], shape[2]) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+    return (shape[1], shape[2]) if is_stack(shape) else (shape[0], math.prod(shape[1:]))

@@ -291,7 +291,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if frozen.format != "none" or any(sharded.rests_as_codes(param) for param in module.parameters()):
             from zeropp_fp8.zero.frozen.selection import store_frozen
 
-            store_frozen(module, frozen, self._trains)
+            store_frozen(module, frozen, self._trains, self.session.on_model)
         self._attach(module)
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ when the model is: what was stored wrongly (a name list may speak of "layers.0")
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import weakref
 from collections.abc import Iterator
@@ -18,11 +19,20 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute.convert import linear_classes
+from zeropp_fp8.compute.experts import packed_experts
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
+from zeropp_fp8.zero.frozen.store import (
+    name_stored,
+    note_version,
+    store,
+    store_format,
+    stored_weight,
+    unstore,
+    was_parametrized,
+)
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
 # Only that belongs to the base model; what PEFT adds keeps its precision, frozen or not.
@@ -35,8 +45,9 @@ def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
         return [] if isinstance(module, nn.Embedding) else [p for p in found if not is_vector(sharded.shape(p))]
-    is_linear = isinstance(module, linear_classes()) and isinstance(module.weight, Parameter)
-    return [module.weight] if is_linear else []
+    if isinstance(module, linear_classes()):
+        return [module.weight] if isinstance(module.weight, Parameter) else []
+    return packed_experts(module)
 
 
 def is_chosen(name: str, frozen: FrozenConfig) -> bool:
@@ -136,11 +147,12 @@ class StreamingStore:
             store(param, self._format)
 
 
-def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
+def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool, on_model: contextlib.ExitStack) -> None:
     """Store the frozen linear weights of a model whose engine is being made, as far as they are not. Collective.
 
     Args:
         trains: whether the engine has an optimizer. Without, everything is frozen.
+        on_model: takes hooks off again.
 
     Raises:
         ConfigError: a weight to be trained is stored or named by "modules"; one was stored in another format; "modules"
@@ -162,7 +174,7 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
                 "anything is"
             )
     name_stored((name, param) for param, name in names.items())
-    _find_adapters(model)
+    _find_adapters(model, on_model)
 
 
 def _check_stored(names: dict[Parameter, str], wire_format: WireFormat | None, trains: bool) -> None:
@@ -212,19 +224,33 @@ def _to_store(model: nn.Module, names: dict[Parameter, str], frozen: FrozenConfi
     return to_store
 
 
-def _find_adapters(model: nn.Module) -> None:
+def _find_adapters(model: nn.Module, on_model: contextlib.ExitStack) -> None:
     """Tell stored weights which PEFT layer is around them."""
     for holder in model.modules():
-        for name, layer in holder.named_children():
-            base = layer._modules.get("base_layer")
-            if base is None or not hasattr(layer, "merged"):
-                continue
-            while "base_layer" in base._modules:  # a layer inside a layer
-                base = base._modules["base_layer"]
-            for param in base.parameters(recurse=False):
-                stored = stored_weight(param)
-                if stored is None:
-                    continue
-                if stored.adapter is None or stored.adapter() is not layer:
-                    stored.before_merge, stored.holds_merged = None, layer.merged
-                stored.adapter, stored.holder = weakref.ref(layer), (weakref.ref(holder), name)
+        for name, outermost in holder.named_children():
+            layer, nested = outermost, "base_layer" in holder._modules
+            while not nested and "base_layer" in layer._modules and hasattr(layer, "merged"):
+                for param in _adapted(layer, (weakref.ref(holder), name, weakref.ref(outermost))):
+                    if hasattr(layer, "parameter_name"):
+                        hook = functools.partial(_was_called, param)
+                        on_model.callback(layer.register_forward_hook(hook).remove)
+                layer = layer._modules["base_layer"]  # PEFT's layers of `target_parameters` are one inside the other
+
+
+def _was_called(param: Parameter, *_) -> None:
+    was_parametrized(param)
+
+
+def _adapted(layer: nn.Module, place: tuple) -> Iterator[Parameter]:
+    """Tell the stored weights that a PEFT layer adapts: that of its name, or all of the layer that it is around."""
+    base = layer
+    while "base_layer" in base._modules:
+        base = base._modules["base_layer"]
+    for name, param in base.named_parameters(recurse=False):
+        stored = stored_weight(param)
+        if stored is None or getattr(layer, "parameter_name", name) != name:
+            continue
+        if stored.adapter is None or stored.adapter() is not layer:
+            stored.before_merge, stored.holds_merged = None, layer.merged
+        stored.adapter, stored.place = weakref.ref(layer), place
+        yield param

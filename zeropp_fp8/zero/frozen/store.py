@@ -41,7 +41,8 @@ class StoredWeight:
         holds_merged: the codes hold an adapter that was merged into the weight.
         before_merge: this rank's payload from before that; None while none is, or where it never had codes before.
         adapter: the PEFT layer around the weight.
-        holder: (the module that contains that layer, its name there): PEFT puts the bare layer there when it unloads.
+        place: (the module that contains that layer, or the one around it, the name there, and what is there): PEFT puts
+            the bare layer there when it unloads.
     """
 
     wire_format: WireFormat
@@ -51,13 +52,14 @@ class StoredWeight:
     holds_merged: bool = False
     before_merge: Tensor | None = None
     adapter: weakref.ref[nn.Module] | None = None
-    holder: tuple[weakref.ref[nn.Module], str] | None = None
+    place: tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]] | None = None
 
     def _adapter_in_place(self) -> nn.Module | None:
         """The PEFT layer around the weight, if it still is; it may outlive that by as long as nothing collects it."""
-        layer = self.adapter() if self.adapter is not None else None
-        module = self.holder[0]() if self.holder is not None else None
-        return layer if module is not None and module._modules.get(self.holder[1]) is layer else None
+        if self.adapter is None:
+            return None
+        module, name, outermost = self.place[0](), self.place[1], self.place[2]()
+        return self.adapter() if module is not None and module._modules.get(name) is outermost is not None else None
 
     @property
     def is_merged(self) -> bool:
@@ -272,6 +274,14 @@ def note_version(param: Parameter) -> None:
         stored.version = param._version
 
 
+def was_parametrized(param: Parameter) -> None:
+    """Take it that a parametrization has set the parameter to itself: torch's do when they are registered, and PEFT
+    registers those of `target_parameters` in each forward."""
+    stored = stored_weight(param)
+    if stored is not None and param._version == stored.version + 1:
+        stored.version = param._version
+
+
 def check_untouched(param: Parameter) -> None:
     """Raise RuntimeError where a stored parameter was written in place since the plugin last had it in its hands.
 
@@ -284,8 +294,7 @@ def check_untouched(param: Parameter) -> None:
         stored.version = param._version
         raise RuntimeError(
             f"{_name_of(param)} rests as {stored.wire_format!r} codes and was written in place, which would be lost: "
-            "write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0); a weight that PEFT's "
-            f'"target_parameters" name is set in each forward: name it in "{SECTION}.frozen.skip_modules"'
+            "write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
         )
 
 

@@ -1,0 +1,73 @@
+"""Packed experts of a mixture in a frozen store, with LoRA on them by PEFT's `target_parameters`."""
+
+import frozen_expert_jobs as jobs
+import pytest
+from frozen_jobs import frozen
+from ranks import run_ranks, run_two
+from thinning import thinned
+
+FORMATS = {
+    "int4": frozen("int4", block_size=32, double_quantize=True),
+    "int8": frozen("int8", block_size=32),
+    "nf4": frozen("nf4", block_size=32),
+    "fp8_e4m3": frozen("fp8_e4m3", block_size=32),
+}
+PACKED = {f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in jobs.EXPERTS}
+
+
+@pytest.mark.parametrize("name, kind, zero_init", thinned(FORMATS, jobs.KINDS, [False, True]))
+def test_training_equals_training_on_rounded_weights(name, kind, zero_init):
+    for names, losses, expected in run_two(jobs.equals_rounded, kind=kind, fields=FORMATS[name], zero_init=zero_init):
+        assert set(names) > PACKED
+        assert losses == expected
+
+
+@pytest.fixture(scope="module", params=jobs.KINDS)
+def checkpoint(request, tmp_path_factory):
+    """A small sharded safetensors checkpoint, in which every expert has matrices of its own."""
+    folder = tmp_path_factory.mktemp(request.param)
+    jobs.mixture(request.param).bfloat16().save_pretrained(folder, max_shard_size="60KB")
+    return str(folder)
+
+
+def test_checkpoints_stream_into_the_store(checkpoint):
+    for names, as_rounded, exact in run_two(jobs.loaded_from, folder=checkpoint, fields=FORMATS["int4"]):
+        assert set(names) > PACKED and as_rounded and exact
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_rank_holds_the_model_in_16_bits(world, tmp_path):
+    """Beside what rests, 1.2 times the largest file, which is 6 times the largest parameter, as of a real model."""
+    model = jobs.mixture("Qwen3Moe", num_hidden_layers=8, num_experts=32, hidden_size=256, moe_intermediate_size=128)
+    model.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
+    largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    options = {"folder": str(tmp_path), "fields": FORMATS["int4"]}
+    for peak, rests, stored in run_ranks(jobs.memory_of_loading, world=world, ranks_per_node=1, **options):
+        assert stored == 8 * 6 and (peak - rests) <= 1.2 * largest, (peak, rests, largest)
+
+
+@pytest.mark.parametrize("kind", jobs.KINDS)
+def test_merging(kind):
+    for log in run_two(jobs.merge_and_unmerge, kind=kind, fields=FORMATS["int8"]):
+        assert set(log["experts"]) == PACKED and set(log["codes changed"]) > PACKED
+        assert log["merged"] and log["requantized"] and log["unloaded"]
+        assert log["after one context"] and log["after two contexts"]
+        after, before = log["merged loss"]
+        assert after != before and after == pytest.approx(before, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", jobs.KINDS)
+def test_the_model_with_adapters_merged_in(kind, tmp_path):
+    for others in run_two(jobs.saved_merged, kind=kind, fields=FORMATS["int4"], folder=str(tmp_path)):
+        assert not others
+
+
+def test_checkpoints(tmp_path):
+    options = {"kind": "Qwen3Moe", "fields": FORMATS["int4"], "folder": str(tmp_path)}
+    for same_losses, others in run_ranks(jobs.checkpoints, **options):
+        assert same_losses and not others
+
+
+def test_written_in_place():
+    for said in run_two(jobs.written_in_place, kind="Mixtral", fields=FORMATS["int8"]):
+        assert "down_proj rests as int8 (block 32) codes and was written in place" in said
