@@ -1,6 +1,7 @@
 """Muon's update against its formula in float64, torch.optim.Muon and DeepSpeed's, on whole matrices."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -182,10 +183,14 @@ def test_matrices_and_vectors_in_one_optimizer():
     [
         ({"ns_coefficients": (3, -4, 2)}, '"ns_coefficients" of Muon'),
         ({"adjust_lr_fn": "match_rms_adamw"}, '"adjust_lr_fn"'),
+        ({"lr": -1.0}, '"lr" of Muon is -1.0; it must be at least 0 and below inf'),
+        ({"momentum": 1.0}, '"momentum" of Muon is 1.0; it must be at least 0 and below 1'),
         ({"ns_method": "svd"}, "\"ns_method\" of Muon is 'svd'; it is one of gram, standard"),
     ],
 )
 def test_options_that_it_does_not_have(options, said):
     (line,) = UPDATES["Muon"].refusals(options)
     assert line.startswith(said)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Muon([{"params": [torch.nn.Parameter(torch.ones(2, 2))], **options}])
     assert not list(UPDATES["Muon"].refusals({"adjust_lr_fn": "original"}))

@@ -32,6 +32,7 @@ STEPS = 5
 METHODS = ("gram", "standard")
 NO_MATRIX = 'put what Muon does not update into a param group with "use_muon": False'
 _EPS = 1e-7
+_BELOW = {**dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "eps", "ns_steps"), math.inf), "momentum": 1}
 
 
 def orthogonalized(
@@ -142,6 +143,9 @@ class MuonUpdate(Update):
         return self if group.get("use_muon", True) else _ADAMW
 
     def refusals(self, options: Mapping[str, Any]) -> Iterator[str]:
+        for key, most in _BELOW.items():
+            if isinstance(options.get(key), (int, float)) and not 0 <= options[key] < most:
+                yield f'"{key}" of Muon is {options[key]}; it must be at least 0 and below {most}'
         if not options.get("use_muon", True):
             yield from _ADAMW.refusals(options)
         elif tuple(options.get("ns_coefficients", COEFFICIENTS)) != COEFFICIENTS:
@@ -187,7 +191,8 @@ class Muon(torch.optim.Optimizer):
         lr, weight_decay: of both; momentum, nesterov, ns_steps, ns_method ("gram" or "standard"), and in a group also
             "rows" (of `Rows`): Muon's; betas, eps: AdamW's.
 
-    `step` raises ValueError where a parameter of a group of Muon's has fewer than two dimensions.
+    Raises:
+        ValueError: an option that it does not have, or, in `step`, a parameter of Muon's of fewer than two dimensions.
     """
 
     def __init__(
@@ -207,6 +212,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults | {"rows": None, "decoupled_weight_decay": True})
         for group in self.param_groups:  # plain, so that a checkpoint can be read without this package
             group["rows"] = group["rows"] and tuple(group["rows"])
+            for refused in UPDATES["Muon"].refusals(group):
+                raise ValueError(refused)
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.optim.muon import Muon, Rows
+from zeropp_fp8.optim import UPDATES, Muon
+from zeropp_fp8.optim.muon import Rows
 
 _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5, "ns_method": "gram"}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -26,6 +27,7 @@ def refusals(params: Mapping[str, Any]) -> Iterator[str]:
     unknown = [key for key in params if key not in known]
     if unknown:
         yield f'"optimizer.params": Muon has no {", ".join(unknown)}; it has {", ".join(known)}'
+    yield from UPDATES["Muon"].refusals(params)
     if params.get("adam_w_mode") is False:
         yield '"optimizer.params.adam_w_mode": the Adam beside Muon is AdamW here; remove the key'
 

@@ -61,6 +61,10 @@ def test_a_checkpoint_on_other_ranks(name, tmp_path):
         assert resumed.losses[0] == pytest.approx(trace.losses[2], rel=2e-2)
 
 
+def test_a_model_that_is_partitioned_while_it_is_made():
+    assert run_two(jobs.partitioned_while_made, steps=3) == [{}, {}]
+
+
 FUSED = {
     "Phi3": {(1, (64, 32, 32), True): "qkv_proj", (1, (96, 96), True): "gate_up_proj"},
     "GPTNeoX": {(4, (16, 16, 16), True): "query_key_value"},

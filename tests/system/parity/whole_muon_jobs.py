@@ -10,9 +10,10 @@ import breadth_jobs
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from frozen_jobs import load_into
 from models import batches, full_fp32_weights, llama, section
 from ranks import attempt
-from running import Spec, backward, changed, forward, loaded, run, saved, see, shared_folder, step, update
+from running import Spec, backward, changed, differing, forward, loaded, run, saved, see, shared_folder, step, update
 from update_jobs import numbers
 
 from zeropp_fp8.optim import Muon
@@ -100,6 +101,13 @@ def trained_and_resumed(names, steps=4):
 # With DeepSpeed's eps, 1e-10, an embedding's element whose gradient is nothing but rounding moves by a whole lr.
 PARAMS = {"lr": LR, "adam_lr": 1e-3, "momentum": MOMENTUM, "weight_decay": DECAY, "eps": 1e-8, "torch_adam": True}
 MODEL = functools.partial(llama, layers=2, hidden=64, intermediate=96)
+
+
+def partitioned_while_made(steps):
+    """How a run of a model made under zero.Init differs from one of a model that the engine partitions."""
+    options = {"adapted": lambda model: load_into(model, MODEL().state_dict())}
+    specs = [by_config(SECTIONS["lossless"], zero_init=early, **options) for early in (True, False)]
+    return differing(*[run(spec, [step] * steps, ["masters"]) for spec in specs])
 
 
 def by_config(the_section, params=PARAMS, stage=3, **options):

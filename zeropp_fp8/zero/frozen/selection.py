@@ -9,7 +9,6 @@ when the model is: what was stored wrongly (a name list may speak of "layers.0")
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import weakref
 from collections.abc import Iterator
@@ -232,13 +231,9 @@ def _find_adapters(model: nn.Module, on_model: contextlib.ExitStack) -> None:
             while not nested and "base_layer" in layer._modules and hasattr(layer, "merged"):
                 for param in _adapted(layer, (weakref.ref(holder), name, weakref.ref(outermost))):
                     if hasattr(layer, "parameter_name"):
-                        hook = functools.partial(_was_called, param)
-                        on_model.callback(layer.register_forward_hook(hook).remove)
+                        hook = layer.register_forward_hook(lambda *_, param=param: was_parametrized(param))
+                        on_model.callback(hook.remove)
                 layer = layer._modules["base_layer"]  # PEFT's layers of `target_parameters` are one inside the other
-
-
-def _was_called(param: Parameter, *_) -> None:
-    was_parametrized(param)
 
 
 def _adapted(layer: nn.Module, place: tuple) -> Iterator[Parameter]:
