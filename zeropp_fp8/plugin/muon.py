@@ -1,7 +1,7 @@
 """`"optimizer": {"type": "Muon"}` of a ds_config, on owners of whole matrices: DeepSpeed's keys, the plugin's update.
 
 DeepSpeed's own gathers each gradient and momentum, and all ranks orthogonalize every matrix: under ZeRO-3 some 80 bits
-a parameter and step, and it takes no reduce-scatter.
+per parameter and step, and it takes no reduce-scatter.
 """
 
 from __future__ import annotations

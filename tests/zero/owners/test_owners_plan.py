@@ -517,7 +517,7 @@ def lowest_possible(sizes, ranks):
 LLAMA_1B = llama(24, 2048, 5504, 32000, 2048)
 
 
-@pytest.mark.parametrize("ranks", [4, 8, 16, 64, 128, 256, 1024])
+@pytest.mark.parametrize("ranks", [4, 8, 16, 32, 64, 128, 256, 1024])
 @pytest.mark.parametrize("model", {**MODELS, "Llama-1.3B": LLAMA_1B})
 def test_memory_and_arithmetic_of_muon(model, ranks):
     """Both within 10 % of the mean, or of what the largest matrices allow: these bound them from 100 ranks on."""
