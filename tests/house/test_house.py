@@ -27,7 +27,7 @@ LINES = {
     "numerics": 1167,
     "optim": 1187,
     "plan": 1808,
-    "plugin": 1727,
+    "plugin": 1734,
     "zero": 2931,
     "zero/checkpoint": 385,
     "zero/export": 440,

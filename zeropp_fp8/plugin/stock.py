@@ -99,7 +99,8 @@ def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Co
         lines += _of_states(own, config)
     lines = once(lines)
     named = set(map(key_of, lines))
-    return Looked(config, lines, [line for key, line in unread.items() if key not in named], bool(refused))
+    without_section = bool(refused) or _is_muon_with_reduce_scatter(own)
+    return Looked(config, lines, [line for key, line in unread.items() if key not in named], without_section)
 
 
 def checked(
@@ -377,13 +378,19 @@ def _of_states(ds_config: Mapping[str, Any], config: PluginConfig) -> Iterator[s
     )
 
 
+def _is_muon_with_reduce_scatter(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is a Muon that DeepSpeed itself would not run."""
+    is_muon = _section_of(ds_config, "optimizer")[0].lower() == "muon"
+    return is_muon and at(ds_config, ("zero_optimization", "reduce_scatter")) is not False
+
+
 def _of_optimizer(ds_config: Mapping[str, Any], whole: bool) -> Iterator[str]:
     """Yield an engine's faults with the optimizer that it makes itself, with the remedy."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     kind, params = _section_of(ds_config, "optimizer")
-    name, zero = kind.lower(), ds_config.get("zero_optimization")
+    name = kind.lower()
     if not kind:
         return
     if name in _ONE_BIT:
@@ -398,7 +405,7 @@ def _of_optimizer(ds_config: Mapping[str, Any], whole: bool) -> Iterator[str]:
         from zeropp_fp8.plugin.muon import refusals
 
         yield from refusals(params)
-    elif name == "muon" and not (isinstance(zero, Mapping) and zero.get("reduce_scatter") is False):
+    elif _is_muon_with_reduce_scatter(ds_config):
         yield (
             '"optimizer.type" "Muon" does not go with reduce-scatter; set '
             f'"{SECTION}.partition" to "whole_tensor", or "zero_optimization.reduce_scatter" to false'
