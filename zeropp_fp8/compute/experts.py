@@ -1,8 +1,4 @@
-"""Packed experts of a mixture: parameters of three dimensions, a matrix per expert, as transformers keeps them.
-
-gate_up_proj is [experts, 2 x intermediate, hidden], down_proj [experts, hidden, intermediate]; in some models their
-matrices are transposed.
-"""
+"""Packed experts of a mixture: parameters [experts, out, in], or [experts, in, out], as transformers keeps them."""
 
 from __future__ import annotations
 
