@@ -128,10 +128,6 @@ def _operations(rows: int, columns: int, options: Mapping[str, Any]) -> int:
     return steps * (4 * small**2 * large + 2 * small**3)
 
 
-def _rows(group: Mapping[str, Any]) -> Rows | None:
-    return Rows(*group["rows"]) if group.get("rows") else None
-
-
 class MuonUpdate(Update):
     """Muon's of matrices, AdamW's of groups that say `"use_muon": False`."""
 
@@ -158,11 +154,15 @@ class MuonUpdate(Update):
     def options(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
         numbers |= {"nesterov": bool(group.get("nesterov", True)), "steps": int(group.get("ns_steps", STEPS))}
-        return {**numbers, "method": group.get("ns_method", "standard"), "rows": _rows(group)}
+        return {
+            **numbers,
+            "method": group.get("ns_method", "standard"),
+            "rows": group.get("rows") and Rows(*group["rows"]),
+        }
 
     def operations(self, shape: Sequence[int], group: Mapping[str, Any]) -> int:
         rows, columns = matrix_shape(shape)
-        each = [(rows, columns)] if _rows(group) is None else _rows(group).shapes(columns)
+        each = Rows(*group["rows"]).shapes(columns) if group.get("rows") else [(rows, columns)]
         return math.prod(shape) // max(rows * columns, 1) * sum(_operations(*matrix, group) for matrix in each)
 
     def compute(

@@ -116,15 +116,19 @@ class Update:
     """The update of one kind of optimizers.
 
     Attributes:
-        states: names in the optimizer's own state and in checkpoints -> the moment whose format each rests in,
-            "exp_avg" or "exp_avg_sq".
-        needs_whole: it is defined for whole tensors only, so each must have one owner.
+        states: names in the optimizer's own state -> the moment whose format each rests in, "exp_avg" or "exp_avg_sq",
+            and by whose name it is saved; each moment once.
+        needs_whole: it is defined for whole tensors only: each has one owner.
         takes_vectors: it is defined for tensors of fewer than two dimensions too.
     """
 
     states: Mapping[str, str] = {}
     needs_whole = False
     takes_vectors = True
+
+    def __init_subclass__(cls) -> None:
+        if len(set(cls.states.values())) < len(cls.states):
+            raise TypeError(f"{cls.__name__}: states are saved by the names of moments, so each moment may come once")
 
     def of_group(self, group: Mapping[str, Any]) -> Update:
         """The update of a param group, of the same optimizer."""

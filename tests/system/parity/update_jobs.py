@@ -49,9 +49,9 @@ class NormalizedUpdate(Update):
         return {"lr": float(group["lr"]), "momentum": float(group["momentum"])}
 
     def compute(self, weight, grad, states, step, options):
-        self.shapes.add(tuple(weight.shape))
+        self.shapes.add(tuple(weight.shape[1:]))
         velocity = options["momentum"] * states[0] + grad
-        return weight - options["lr"] * direction(velocity), [velocity]
+        return weight - options["lr"] * torch.stack(list(map(direction, velocity))), [velocity]
 
 
 def spec_of(known, lr=0.05, momentum=0.9, seed=0, **options):
@@ -76,7 +76,7 @@ def held(engine):
     return {tuple(param.ds_shape) for param in engine.module.parameters()}, {tuple(state) for state in states.values()}
 
 
-def trained_and_resumed(steps=4):
+def trained_and_resumed(split, steps=4):
     """(largest error of a weight over its change, of a velocity over its amax, shapes that were not whole, losses,
     states that a checkpoint holds, names of what differs in a run that has gone on from a checkpoint).
 
@@ -85,7 +85,9 @@ def trained_and_resumed(steps=4):
     known, folder, half = NormalizedUpdate(), shared_folder(), steps // 2
     data = list(batches(steps, dist.get_rank()))
     seen = [forward, backward, see(numbers, *NUMBERS, safe_get_full_grad), update, see(numbers, *NUMBERS)]
-    trace = run(spec_of(known), [*seen * half, saved(folder, "half"), *seen * half, see(held)], data=data)
+    trace = run(
+        spec_of(known, partition_split=split), [*seen * half, saved(folder, "half"), *seen * half, see(held)], data=data
+    )
     *looks, (whole, states) = trace.seen
     weight_error, velocity_error = 0.0, 0.0
     for (weights, velocities, grads), (after, written) in zip(looks[::2], looks[1::2]):
@@ -96,12 +98,12 @@ def trained_and_resumed(steps=4):
             amax = velocity.abs().max()
             velocity_error = max(velocity_error, ((written[name] - velocity).abs().max() / amax).item())
     events = [loaded(folder, "half"), *[step] * half, see(numbers, *NUMBERS)]
-    resumed = run(spec_of(NormalizedUpdate(), seed=3), events, data=data[half:])
+    resumed = run(spec_of(NormalizedUpdate(), seed=3, partition_split=split), events, data=data[half:])
     others = [name for pair in zip(looks[-1], resumed.seen[0]) for name in changed(*pair)]
     return weight_error, velocity_error, known.shapes - whole, trace.losses, states, others
 
 
 def refusals():
-    """Return what is said of matrices that are cut, and of options that the update refuses."""
-    cases = {"partition_split": "balance"}, {"momentum": 1.0}
-    return [attempt(spec_of(NormalizedUpdate(), **options).engine) for options in cases]
+    """Return what is said of slices, and of options that the update refuses."""
+    slices = {"partition": "slice", "partition_split": "balance"}
+    return [attempt(spec_of(NormalizedUpdate(), **options).engine) for options in (slices, {"momentum": 1.0})]

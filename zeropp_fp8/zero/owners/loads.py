@@ -25,43 +25,6 @@ class Piece(NamedTuple):
     wire: int  # bytes
 
 
-class Loads:
-    """The loads of all ranks.
-
-    Args:
-        memory, operations: of all tensors.
-    """
-
-    def __init__(self, ranks: int, memory: int, operations: int) -> None:
-        self._totals = memory, operations or 1
-        self._of_ranks = [(0, 0)] * ranks
-        self.heights = [0] * ranks
-
-    def height(self, memory: int, operations: int) -> int:
-        """The higher of both parts of the totals, in units that are the same for both: of memory where it is alone."""
-        return max(memory * self._totals[1], operations * self._totals[0])
-
-    def after(self, rank: int, memory: int, operations: int) -> int:
-        """The rank's height with so much more."""
-        before = self._of_ranks[rank]
-        return self.height(before[0] + memory, before[1] + operations)
-
-    def add(self, rank: int, memory: int, operations: int) -> None:
-        before = self._of_ranks[rank]
-        self._of_ranks[rank] = now = before[0] + memory, before[1] + operations
-        self.heights[rank] = self.height(*now)
-
-    def below(self, limit: int, most: int) -> Iterator[int]:
-        """Ranks that are lower, at most so many of those that have about the same."""
-        kinds: dict[tuple[int, ...], int] = {}
-        for rank, (load, height) in enumerate(zip(self._of_ranks, self.heights)):
-            if height < limit:
-                kind = tuple(64 * len(self.heights) * part // (whole or 1) for part, whole in zip(load, self._totals))
-                kinds[kind] = kinds.get(kind, 0) + 1
-                if kinds[kind] <= most:
-                    yield rank
-
-
 class Exchanges:
     """Pieces that ranks exchange until no exchange leaves the busiest with less to do.
 
@@ -70,20 +33,38 @@ class Exchanges:
 
     def __init__(self, pieces: Sequence[Piece], ranks: int) -> None:
         self._pieces = pieces
-        self._loads = Loads(ranks, sum(piece.memory for piece in pieces), sum(piece.operations for piece in pieces))
+        self._totals = sum(piece.memory for piece in pieces), sum(piece.operations for piece in pieces) or 1
+        self._loads = [(0, 0)] * ranks  # memory and arithmetic
+        self._heights = [0] * ranks
         self._of_rank: list[set[int]] = [set() for _ in range(ranks)]
         self._wire = {piece.block: [0] * ranks for piece in pieces if piece.block is not None}
         for index, piece in enumerate(pieces):
             self._give(piece.owner, [index], 1)
         self._most = {block: max(of_ranks) for block, of_ranks in self._wire.items()}
 
+    def _height(self, rank: int, memory: int, operations: int) -> int:
+        """The rank's height with so much more: the higher of its parts of both totals, in units that are the same."""
+        memory, operations = self._loads[rank][0] + memory, self._loads[rank][1] + operations
+        return max(memory * self._totals[1], operations * self._totals[0])
+
     def _give(self, rank: int, indices: Sequence[int], sign: int) -> None:
         for index in indices:
-            piece = self._pieces[index]
-            self._loads.add(rank, sign * piece.memory, sign * piece.operations)
+            piece, (memory, operations) = self._pieces[index], self._loads[rank]
+            self._loads[rank] = memory + sign * piece.memory, operations + sign * piece.operations
+            self._heights[rank] = self._height(rank, 0, 0)
             if piece.block is not None:
                 self._wire[piece.block][rank] += sign * piece.wire
             (self._of_rank[rank].add if sign > 0 else self._of_rank[rank].remove)(index)
+
+    def _below(self, limit: int) -> Iterator[int]:
+        """Ranks that are lower, a few of those that have about the same."""
+        kinds: dict[tuple[int, ...], int] = {}
+        for rank, (load, height) in enumerate(zip(self._loads, self._heights)):
+            if height < limit:
+                kind = tuple(64 * len(self._heights) * part // (whole or 1) for part, whole in zip(load, self._totals))
+                kinds[kind] = kinds.get(kind, 0) + 1
+                if kinds[kind] <= PARTNERS:
+                    yield rank
 
     def _after(self, rank: int, gone: Sequence[int], come: Sequence[int]) -> int | None:
         """The rank's height after an exchange; None: it would have too much of a block."""
@@ -95,7 +76,7 @@ class Exchanges:
                     wire[piece.block] = wire.get(piece.block, 0) + sign * piece.wire
         if any(more > 0 and self._wire[block][rank] + more > self._most[block] for block, more in wire.items()):
             return None
-        return self._loads.after(rank, memory, operations)
+        return self._height(rank, memory, operations)
 
     def _best(self, busiest: int, limit: int) -> tuple | None:
         """The best exchange that leaves both lower than `limit`: (what it gives, the rank, what comes back)."""
@@ -103,7 +84,7 @@ class Exchanges:
         large = [index for index in own if self._pieces[index].operations]
         gifts = [(index,) for index in own] + (list(itertools.combinations(large, 2)) if len(large) <= PAIRS_OF else [])
         lowest, best = limit, None
-        for rank in self._loads.below(limit, PARTNERS):
+        for rank in self._below(limit):
             for back in ((), *((index,) for index in sorted(self._of_rank[rank]))):
                 for gift in gifts:
                     both = self._after(busiest, gift, back), self._after(rank, back, gift)
@@ -113,10 +94,9 @@ class Exchanges:
 
     def owners(self) -> list[int]:
         """The rank of each piece."""
-        heights = self._loads.heights
         while True:
-            busiest = heights.index(max(heights))
-            best = self._best(busiest, heights[busiest] * GAIN[0] // GAIN[1])
+            busiest = self._heights.index(max(self._heights))
+            best = self._best(busiest, self._heights[busiest] * GAIN[0] // GAIN[1])
             if best is None:
                 break
             gift, rank, back = best

@@ -72,7 +72,7 @@ class Owners(Slices):
                 bytes_per_element=sharded.shard(p).element_size() + (trained(p) if p.requires_grad else 0.0),
                 block=index if len(unit) > 1 else None,
                 wire_bytes_per_element=wire,
-                operations=self._update_of(p)[0].operations(sharded.shape(p), self._update_of(p)[1]),
+                operations=self._operations(p),
             )
             for index, (unit, wires) in enumerate(zip(units, wire_bytes))
             for p, wire in zip(unit, wires)
@@ -87,6 +87,10 @@ class Owners(Slices):
         if any(tensor.operations for tensor in tensors):
             exchange = f"updates of whole matrices max/mean {arithmetic:.3f}; {exchange}"
         self.balance = f"memory max/mean {memory:.3f}; {exchange}; {len(planned)} parts of {len(tensors)} tensors"
+
+    def _operations(self, param: Parameter) -> int:
+        update, group = self._update_of(param)
+        return max(1, update.operations(sharded.shape(param), group)) if update.needs_whole else 0
 
     def _update_of(self, param: Parameter) -> tuple[Update, Mapping[str, Any]]:
         """The parameter's update, and its group; AdamW's where there is none that the plugin knows."""
