@@ -164,18 +164,26 @@ def checkpoints(kind, fields, folder):
 
 
 def written_in_place(kind, fields):
-    """Said of a write to packed experts in a forward, beside the one that PEFT's own does."""
+    """Said of a write to packed experts in a forward, beside the one that PEFT's own does, and without that one."""
     engine = engine_of(kind, fields)
     experts = engine.module.base_model.model.model.layers[0].mlp.experts.get_base_layer()
     evaluate(engine)
     evaluate(engine)
 
     def write(module, args):
+        adapted = "parametrizations" in module._modules
         with torch.no_grad():
-            module.parametrizations.down_proj.original.mul_(2)
+            (module.parametrizations.down_proj.original if adapted else module.down_proj).mul_(2)
 
-    experts.register_forward_pre_hook(write)
-    return attempt(lambda: evaluate(engine))
+    def without_adapters():
+        with engine.module.disable_adapter():
+            evaluate(engine)
+
+    without_adapters()
+    hook = experts.register_forward_pre_hook(write, prepend=True)
+    said = [attempt(lambda: evaluate(engine)), attempt(without_adapters)]
+    hook.remove()
+    return said
 
 
 def saved_merged(kind, fields, folder):

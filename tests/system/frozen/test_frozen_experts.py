@@ -1,5 +1,7 @@
 """Packed experts of a mixture in a frozen store, with LoRA on them by PEFT's `target_parameters`."""
 
+import itertools
+
 import frozen_expert_jobs as jobs
 import pytest
 from frozen_jobs import frozen
@@ -69,5 +71,5 @@ def test_checkpoints(tmp_path):
 
 
 def test_written_in_place():
-    for said in run_two(jobs.written_in_place, kind="Mixtral", fields=FORMATS["int8"]):
+    for said in itertools.chain(*run_two(jobs.written_in_place, kind="Mixtral", fields=FORMATS["int8"])):
         assert "down_proj rests as int8 (block 32) codes and was written in place" in said

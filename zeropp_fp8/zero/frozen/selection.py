@@ -9,6 +9,7 @@ when the model is: what was stored wrongly (a name list may speak of "layers.0")
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import weakref
 from collections.abc import Iterator
@@ -25,12 +26,12 @@ from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.frozen.store import (
     name_stored,
+    note_parametrized,
     note_version,
     store,
     store_format,
     stored_weight,
     unstore,
-    was_parametrized,
 )
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
@@ -229,14 +230,14 @@ def _find_adapters(model: nn.Module, on_model: contextlib.ExitStack) -> None:
         for name, outermost in holder.named_children():
             layer, nested = outermost, "base_layer" in holder._modules
             while not nested and "base_layer" in layer._modules and hasattr(layer, "merged"):
-                for param in _adapted(layer, (weakref.ref(holder), name, weakref.ref(outermost))):
+                for base, *own in _adapted(layer, (weakref.ref(holder), name, weakref.ref(outermost))):
                     if hasattr(layer, "parameter_name"):
-                        hook = layer.register_forward_hook(lambda *_, param=param: was_parametrized(param))
+                        hook = base.register_forward_pre_hook(functools.partial(note_parametrized, *own))
                         on_model.callback(hook.remove)
                 layer = layer._modules["base_layer"]  # PEFT's layers of `target_parameters` are one inside the other
 
 
-def _adapted(layer: nn.Module, place: tuple) -> Iterator[Parameter]:
+def _adapted(layer: nn.Module, place: tuple) -> Iterator[tuple[nn.Module, str, Parameter]]:
     """Tell the stored weights that a PEFT layer adapts: that of its name, or all of the layer that it is around."""
     base = layer
     while "base_layer" in base._modules:
@@ -248,4 +249,4 @@ def _adapted(layer: nn.Module, place: tuple) -> Iterator[Parameter]:
         if stored.adapter is None or stored.adapter() is not layer:
             stored.before_merge, stored.holds_merged = None, layer.merged
         stored.adapter, stored.place = weakref.ref(layer), place
-        yield param
+        yield base, name, param

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
@@ -274,11 +275,11 @@ def note_version(param: Parameter) -> None:
         stored.version = param._version
 
 
-def was_parametrized(param: Parameter) -> None:
-    """Take it that a parametrization has set the parameter to itself: torch's do when they are registered, and PEFT
-    registers those of `target_parameters` in each forward."""
+def note_parametrized(name: str, param: Parameter, module: nn.Module, *_) -> None:
+    """Take it that a parametrization which is there has set the parameter to itself: torch's do when they are
+    registered, and PEFT registers those of `target_parameters` for each forward of the module."""
     stored = stored_weight(param)
-    if stored is not None and param._version == stored.version + 1:
+    if stored is not None and is_parametrized(module, name) and param._version == stored.version + 1:
         stored.version = param._version
 
 
