@@ -18,7 +18,10 @@ from zeropp_fp8.optim.muon import Rows
 _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5, "ns_method": "gram"}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 _OTHERS = ("muon_lr", "adam_lr", "per_head_muon", "torch_adam", "adam_w_mode", "fp32_optimizer_states")
-_INTERLEAVED, _CONCATENATED = ("query_key_value",), ("qkv_proj", "Wqkv")
+_FUSED = ("query_key_value", "qkv_proj", "Wqkv")
+# By the type of a model, for the same names stand for other orders elsewhere: each whole, or beside their queries.
+_WHOLE = ("phi3", "phi4_multimodal", "modernbert", "mpt")
+_BESIDE = ("gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon")
 
 
 def refusals(params: Mapping[str, Any]) -> Iterator[str]:
@@ -69,8 +72,7 @@ def muon_of(module: nn.Module, model_parameters: Iterable, params: Mapping[str, 
 def _rows_of(name: str, param: nn.Parameter, module: nn.Module) -> Rows | None:
     """Rows of the matrices that one parameter of a transformers model holds, if it holds several.
 
-    Fused gate and up projections, and fused query, key and value, in the two orders that models have: each whole
-    (Phi-3, ModernBERT), or key and value beside their queries (GPT-NeoX, BLOOM, Falcon).
+    Fused gate and up projections, and fused query, key and value, in the two orders that models have.
     """
     *path, leaf = name.removesuffix(".weight").split(".")
     rows = sharded.shape(param)[-2]
@@ -85,13 +87,14 @@ def _rows_of(name: str, param: nn.Parameter, module: nn.Module) -> Rows | None:
         and not getattr(module.get_submodule(".".join(path)), "is_transposed", False)
     ):
         return Rows(1, (rows // 2, rows // 2))
-    heads = getattr(config, "num_attention_heads", None)
-    if leaf not in _INTERLEAVED + _CONCATENATED or not heads or getattr(config, "model_type", "") == "codegen":
+    kind = getattr(config, "model_type", None)
+    if leaf not in _FUSED or kind not in _WHOLE + _BESIDE:
         return None
+    heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = (rows // size - heads) // 2
     if keys < 1 or rows != (heads + 2 * keys) * size or heads % keys:
         return None
-    if leaf in _CONCATENATED:
+    if kind in _WHOLE:
         return Rows(1, (heads * size, keys * size, keys * size))
     return Rows(keys, (heads // keys * size, size, size))
