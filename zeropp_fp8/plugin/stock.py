@@ -473,7 +473,7 @@ def _of_scheduler(ds_config: Mapping[str, Any]) -> Iterator[str]:
     elif ds_config["scheduler"].get("params") is None:
         yield f'"scheduler.params" is missing; add an object, as in {_OBJECTS_LIKE["scheduler"]}'
     else:
-        parameter = torch.nn.Parameter(torch.empty(1, 1, device="meta"))  # Muon takes no vectors
+        parameter = torch.nn.Parameter(torch.empty(1, device="meta"))
         yield from _of_params("scheduler", kind, params, [made], made, torch.optim.AdamW([parameter]))
 
 

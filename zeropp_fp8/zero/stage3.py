@@ -15,8 +15,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage3 import OPTIMIZER_STATE_DICT, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
