@@ -42,4 +42,6 @@ def test_what_an_owner_has(method):
             param.grad = grad.clone()
         optimizer.step()
     for weight, param in zip(weights, params):
-        assert (weight - param).norm() < 2e-3 * 0.02 * 3 * math.sqrt(min(weight.shape[-2:]))
+        # Products of a stack and of one matrix differ by roundings.
+        rounding = 2 * torch.finfo(DTYPES[method]).eps
+        assert (weight - param).norm() < rounding * 0.02 * 3 * math.sqrt(min(weight.shape[-2:]))
