@@ -1,4 +1,4 @@
-"""Time of an optimizer step on flat state: the fused FP8 AdamW in its formats, beside fused fp32 Adams and a copy.
+"""Time of an optimizer step on flat state: the fused FP8 AdamW in its formats, beside fused fp32 Adams, Muon, a copy.
 
     python -m benchmarks.optimizer --millions 64 256 1024 --out optimizer.json
 
@@ -6,11 +6,15 @@ On a GPU the Triton kernel, else the torch code with one thread on tiny sizes. T
 line says: milliseconds, bytes moved a parameter (read and written, counted from the formats), GB/s, and that bandwidth
 as a share of a copy's, measured in the same run. With scales per tensor the step reads everything twice, so its bytes
 are more. Before anything is timed, the kernel's codes are compared with the torch code's on a small case.
+
+Of Muon, on the layers' matrices with fp32 states: a whole step and its iteration alone, by method, with operations per
+second.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -21,7 +25,9 @@ from benchmarks.harness.measuring import milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, whole
 from zeropp_fp8.optim import (
+    UPDATES,
     Hyper,
+    Muon,
     Owned,
     Segments,
     StateBuffer,
@@ -29,6 +35,7 @@ from zeropp_fp8.optim import (
     adamw_step,
     make_state_buffers,
 )
+from zeropp_fp8.optim.muon import METHODS, orthogonalized, product_dtype
 
 VOCABULARY = 32_000
 HYPER = Hyper(1e-3, weight_decay=0.1, step=100)
@@ -43,12 +50,19 @@ STEPS = {
 GRADIENT_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp32": 4}
 
 
+def llama_matrices(total: int) -> list[tuple[int, int]]:
+    """Shapes of the matrices of one layer of a Llama with about as many parameters, of at most 32 layers."""
+    hidden = 256
+    while 32 * 12 * hidden * hidden < total:
+        hidden *= 2
+    return [(hidden, hidden)] * 4 + [(8 * hidden // 3, hidden)] * 2 + [(hidden, 8 * hidden // 3)]
+
+
 def llama_numels(total: int) -> list[int]:
     """Sizes of the tensors of a Llama with about as many parameters; the last one is cut to meet the total."""
-    hidden = 256
-    while 32 * 12 * hidden * hidden < total:  # at most 32 layers
-        hidden *= 2
-    layer = [hidden * hidden] * 4 + [8 * hidden * hidden // 3] * 3 + [hidden, hidden]
+    matrices = llama_matrices(total)
+    hidden = matrices[0][0]
+    layer = [math.prod(shape) for shape in matrices] + [hidden, hidden]
     numels = [VOCABULARY * hidden] if VOCABULARY * hidden < total // 4 else []
     while sum(numels) < total:
         numels += layer
@@ -145,6 +159,35 @@ def fused_adams(numels: list[int], device: torch.device) -> Iterator[tuple[str, 
     yield name, optimizer.step
 
 
+def muon_steps(total: int, device: torch.device) -> Iterator[tuple[str, Callable[[], None], int, int]]:
+    """(name, work, parameters, operations) of Muon on the matrices of whole layers, of about so many parameters."""
+    layer = llama_matrices(total)
+    shapes = layer * max(1, total // sum(map(math.prod, layer)))
+    numels = [math.prod(shape) for shape in shapes]
+    segments = Segments(numels, device)
+    buffers = make_state_buffers(segments, StateFormats("fp32", "fp32", "fp32"), ["exp_avg"])
+    grads = [torch.randn(shape, device=device) for shape in shapes]
+    weights = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    scale, update = torch.ones(1, device=device), UPDATES["Muon"]
+    flat = [grad.view(-1) for grad in grads]
+    for method in METHODS:
+        group = {**Muon([torch.nn.Parameter(weights[0])], ns_method=method).param_groups[0]}
+        options, dtype = update.options(None, group), product_dtype(device, method)
+
+        def step(options=options) -> None:
+            update.apply(Owned(segments, buffers[0], buffers[1:], flat, weights, scale, shapes), 1, options)
+
+        def iterate(method=method, dtype=dtype) -> None:
+            for kind in sorted(set(shapes)):
+                of_kind, many = [g for g in grads if g.shape == kind], max(1, (1 << 24) // math.prod(kind))
+                for first in range(0, len(of_kind), many):
+                    orthogonalized(torch.stack(of_kind[first : first + many]), dtype=dtype, method=method)
+
+        operations = sum(update.operations(shape, group) for shape in shapes)
+        yield f"Muon, {method}", step, sum(numels), operations
+        yield f"Newton-Schulz, {method}", iterate, sum(numels), operations
+
+
 def copy_of(numel: int, device: torch.device) -> Callable[[], None]:
     source = torch.ones(numel, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -166,7 +209,7 @@ def measure(total: int, device: torch.device, repeats: int) -> list[dict]:
         print(line(row), flush=True)
 
     add("copy of fp32", copy_of(numel, device), 8)
-    for name, (formats, gradients, _) in STEPS.items():
+    for name, (formats, gradients) in STEPS.items():
         forget_memory(device)
         work, buffers, weights = make_step(numels, name, device, device.type == "cuda", device)
         add(name, work, bytes_moved(formats, gradients))
@@ -180,6 +223,12 @@ def measure(total: int, device: torch.device, repeats: int) -> list[dict]:
         else:
             # read: gradient, weight, two moments; written: weight, two moments, all fp32
             add(name, work, 28)
+        del work
+    for name, work, held, operations in muon_steps(total, device):
+        forget_memory(device)
+        ms = milliseconds(work, device, max(2, repeats // 3))
+        rows.append({"parameters": held, "step": name, "ms": ms, "tflops": operations / ms / 1e9})
+        print(f"{name:<34}{ms:>10.3f} ms{rows[-1]['tflops']:>9.1f} TFLOP/s", flush=True)
         del work
     return rows
 

@@ -25,22 +25,22 @@ LINES = {
     "formats": 2532,
     "kernels": 5070,
     "numerics": 1167,
-    "optim": 1191,
+    "optim": 1194,
     "plan": 1808,
     "plugin": 1734,
-    "zero": 2932,
+    "zero": 2933,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1280,
-    "zero/gather": 2689,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2714,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
     "zero/owners": 1051,
     "zero/reduce": 1510,
-    "zero/states": 930,
+    "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 837, "FSDP2": 1000}
+ALLOWED = {"experts": 790, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

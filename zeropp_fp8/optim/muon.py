@@ -43,9 +43,8 @@ def orthogonalized(
     Args:
         method: "gram": the same polynomial, from products of the smaller Gram matrix where a matrix is not square.
     """
-    a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x = (matrices.mT if tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
     # In fp32: fp16 cannot say the sum of squares of a matrix, and bf16 rounds it to 3 digits.
     x = (x / (x.float().norm(dim=(-2, -1), keepdim=True) + _EPS)).to(dtype)
     if method == "gram" and x.shape[-2] < x.shape[-1]:
@@ -54,35 +53,39 @@ def orthogonalized(
             x = _by_gram_matrix(x, some)
     else:
         for _ in range(steps):
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+            x = torch.add(_factor(x @ x.mT) @ x, x, alpha=COEFFICIENTS[0])
+    return (x.mT if tall else x).view(matrices.shape)
+
+
+def _factor(gram: Tensor) -> Tensor:
+    """b G + c G^2, in one pass beside the product: of 2048 x 2048 numbers, three passes take a third of its time."""
+    _, b, c = COEFFICIENTS
+    return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
 
 
 def _by_gram_matrix(x: Tensor, steps: int) -> Tensor:
-    """Some steps at once: with G = x x', each is x <- P x and G <- P G P with P = a + b G + c G^2.
+    """Some steps at once: with G = x x' and P = b G + c G^2, each is x <- (a + P) x and G <- (a + P) G (a + P).
 
     T. Dao, "Gram Newton-Schulz" (tridao.me/blog/2026/gram-newton-schulz).
     """
     if steps < 1:
         return x
-    a, b, c = COEFFICIENTS
+    a, product = COEFFICIENTS[0], None
     gram = x @ x.mT
-    product = None
     for step in range(steps):
-        factor = b * gram + c * gram @ gram  # P without a, which in 16 bits would cost it digits
+        factor = _factor(gram)  # without a, which in 16 bits would cost it digits
         if product is None:
             product = factor.clone()
             product.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            product = a * product + factor @ product
+            product = torch.add(factor @ product, product, alpha=a)
         if step < steps - 1:
-            half = a * gram + factor @ gram
-            gram = a * half + half @ factor
+            half = torch.add(factor @ gram, gram, alpha=a)
+            gram = torch.add(half @ factor, half, alpha=a)
     return product @ x
 
 
-def _product_dtype(device: torch.device, method: str) -> torch.dtype:
+def product_dtype(device: torch.device, method: str) -> torch.dtype:
     """The dtype of the iteration's products, as DeepSpeed has it: fp32 on a CPU."""
     if device.type != "cuda":
         return torch.float32
@@ -171,7 +174,7 @@ class MuonUpdate(Update):
         momentum = states[0].lerp(grad, 1 - options["momentum"])
         moved = grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
         moved = moved.view(-1, *matrix_shape(weight.shape[1:]))
-        dtype = _product_dtype(weight.device, options["method"])
+        dtype = product_dtype(weight.device, options["method"])
 
         def direction(matrices: Tensor) -> Tensor:
             rows, columns = matrices.shape[-2:]

@@ -148,7 +148,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         """Parameters that share a flat buffer of stored gradients and states; known once DeepSpeed has sub-groups."""
         from zeropp_fp8.zero.states.groups import make_state_groups
 
-        return make_state_groups(self.fp16_groups, self.session.own_numel, self.session.device)
+        session = self.session
+        return make_state_groups(self.fp16_groups, session.own_numel, session.device, session.topology.world_size)
 
     @functools.cached_property
     def ranges(self) -> list[Ranges]:
@@ -158,7 +159,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def _post_step(self, timer_names) -> None:
         """After the weights changed, drop all that was derived from them, and fetch persistent parameters again."""
         # For all parameters of the optimizer: one that was frozen later still moves by momentum and weight decay.
-        self.gatherer.weights_changed(itertools.chain.from_iterable(self.fp16_groups), by_step=True)
+        self.gatherer.step_wrote(list(itertools.chain.from_iterable(self.fp16_groups)))
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
 

@@ -79,6 +79,7 @@ class Gatherer(Owner):
         self.secondary = SecondaryShards(route.session)
         self.live_numel = 0
         self.resident = False
+        self._sent_early: set[int] = set()  # by sharded.key: what crosses already while a step writes the others
         self._padded_numel: dict[int, int] = {}  # by sharded.key: elements that stock would gather
         device = route.device
         self._nothing = functools.cache(lambda dtype: torch.empty(0, dtype=dtype, device=device))
@@ -274,6 +275,30 @@ class Gatherer(Owner):
                     self.session.conversion.scaling.load_state_dict({})
 
     # -- invalidation --------------------------------------------------------------------------------------------
+
+    def step_writes(self, parts: Iterable[Sequence[Parameter]]) -> None:
+        """Let a step write weights, part by part; units that are written cross between nodes while it goes on.
+
+        A unit whose copy is current has been used since the last step, so it will be used in the next one. Differences
+        wait: the ranks agree on the sizes of all of them at once.
+        """
+        written: set[int] = set()
+        for params in parts:
+            written.update(map(sharded.key, params))
+            mine = units_of(filter(self.ownership.has, params))
+            used = [unit for unit in mine if unit.secondary_is_current and not unit.difference.is_on]
+            done = [unit for unit in used if written.issuperset(map(sharded.key, unit.params))]
+            if done:
+                self.weights_changed([param for unit in done for param in unit.params], by_step=True)
+                for unit in done:
+                    self.hops.start_first(unit)
+                self._sent_early.update(sharded.key(param) for unit in done for param in unit.params)
+
+    def step_wrote(self, params: Sequence[Parameter]) -> None:
+        """A step has written these. Call it on every rank."""
+        sent, self._sent_early = self._sent_early, set()
+        left = [param for param in params if sharded.key(param) not in sent] if sent else params
+        self.weights_changed(left, by_step=True)
 
     def weights_changed(self, params: Iterable[Parameter] | None = None, by_step: bool = False) -> None:
         """Forget all that was derived from `params` (None: all, even frozen). Call it on every rank, after the write.

@@ -7,7 +7,7 @@ the rounded master weights. With a scale per tensor, "tensor" means this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,24 +103,27 @@ class CompressedStates(StagePart):
                     weight.copy_(master)
 
     @torch.no_grad()
-    def update(self, sub_group: int, grads_of, options: Mapping[str, Any], grad_scale: Tensor) -> None:
-        """One optimizer step of a sub-group, weights of the model included.
+    def update(
+        self, grads_of, options: Sequence[Mapping[str, Any]], grad_scale: Tensor
+    ) -> Iterator[Sequence[Parameter]]:
+        """One optimizer step, weights of the model included: vectors, then matrices in the order of the model.
+
+        Yields the parameters of each group when they are written.
 
         Args:
             grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor per parameter.
-            options: of the update.
+            options: of the update of each sub-group.
             grad_scale: fp32 [1] on the device, multiplies the gradients.
         """
-        self.steps[sub_group] += 1
-        step = self.steps[sub_group]
-        for group in self.groups:
-            if group.sub_group != sub_group:
-                continue
+        for sub_group in self.steps:
+            self.steps[sub_group] += 1
+        for group in sorted(self.groups, key=lambda group: (group.matrices, sharded.key(group.params[0]))):
             self._unrounded.difference_update(sharded.key(param) for param in group.params)
             master, *states = self._buffers[id(group)].values()
             weights, shapes = self._weights(group), group.shapes()
             owned = Owned(group.segments, master, states, grads_of(group), weights, grad_scale, shapes)
-            self.updates[sub_group].apply(owned, step, options)
+            self.updates[group.sub_group].apply(owned, self.steps[group.sub_group], options[group.sub_group])
+            yield group.params
 
     # -- looking and changing ------------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"""Which slices share a flat buffer of gradients and optimizer states: those of a ZeRO-3 sub-group, by kind.
+"""Which slices share a flat buffer of gradients and optimizer states: those of a part of a ZeRO-3 sub-group, by kind.
 
 Matrices can be kept in FP8 with a scale each; vectors (norms, biases) arrive exactly and stay in 16 or 32 bits until
-the step, so they have buffers of their own.
+the step, so they have buffers of their own. A sub-group is DeepSpeed's and as large as a model of a billion parameters;
+a part is a few blocks, whose weights can cross while those of the next part are updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,12 @@ STAYS = (
 )
 
 
+_PART = 1 << 25  # elements of a part at least, of one rank on average: eight matrices of 2048 x 2048
+
+
 @dataclass(eq=False)
 class StateGroup:
-    """Parameters of one sub-group of DeepSpeed's, all matrices or all vectors.
+    """Parameters of a part of one of DeepSpeed's sub-groups, all matrices or all vectors.
 
     Attributes:
         sub_group: DeepSpeed's index.
@@ -45,18 +49,30 @@ class StateGroup:
 
 
 def make_state_groups(
-    sub_groups: Sequence[Sequence[Parameter]], own_numel: Callable[[Parameter], int], device: torch.device
+    sub_groups: Sequence[Sequence[Parameter]],
+    own_numel: Callable[[Parameter], int],
+    device: torch.device,
+    world_size: int = 1,
 ) -> list[StateGroup]:
-    """The state groups of all sub-groups, in their order, matrices first."""
+    """The state groups of all sub-groups, in their order, matrices first. The same on all ranks."""
     groups = []
     for index, params in enumerate(sub_groups):
         for matrices in (True, False):
-            members = [p for p in params if is_vector(sharded.shape(p)) is not matrices]
-            if members:
-                numels = [own_numel(p) for p in members]
-                segments = Segments(numels, device)
+            of_kind = [p for p in params if is_vector(sharded.shape(p)) is not matrices]
+            for members in _parts(of_kind, _PART * world_size):
+                segments = Segments([own_numel(p) for p in members], device)
                 groups.append(StateGroup(index, members, segments, matrices))
     return groups
+
+
+def _parts(params: Sequence[Parameter], least: int) -> Iterator[Sequence[Parameter]]:
+    """Consecutive parameters, of at least so many elements together."""
+    first = numel = 0
+    for last, param in enumerate(params, start=1):
+        numel += sharded.numel(param)
+        if numel >= least or last == len(params):
+            yield params[first:last]
+            first, numel = last, 0
 
 
 def as_partition(param: Parameter, own: Tensor) -> Tensor:

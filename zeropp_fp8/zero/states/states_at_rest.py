@@ -91,9 +91,11 @@ class StatesAtRest:
         self._grad_scale = (1.0 / scale).to(torch.float32)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
+        """Update all sub-groups at the first: a block's norms are in another one than its matrices."""
         stage = self.stage
-        options = self.updates[sub_group_id].options(stage.optimizer, self._param_group(sub_group_id))
-        self.compressed.update(sub_group_id, stage.gradients.of, options, self._grad_scale)
+        if sub_group_id == 0:
+            options = [each.options(stage.optimizer, self._param_group(i)) for i, each in enumerate(self.updates)]
+            stage.gatherer.step_writes(self.compressed.update(stage.gradients.of, options, self._grad_scale))
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """The fused step has written the weights."""
