@@ -87,27 +87,30 @@ def timed_steps(
 ) -> dict:
     """Times, losses and what left a node, of `steps` steps after `warmup` others, as `trainer.step` does.
 
+    A step ends when the stream that computes is done, as for a script that prints each loss: weights may still be on
+    their way for the next one. Bytes are also those of the last warm-up step, which has such a start as the others.
+
     `counters`, by names of a row: what they count a step. `tcp_timeouts` of a row are those of each step, of all nodes:
     where there are some, long steps are the emulated link's.
     """
     counters = {"tx_bytes_per_node_step": sent_bytes, **(counters or {})}
     times, losses, timeouts, before = [], [], [], {}
+    counted_from = max(warmup - 1, 0)
     for step in range(warmup + steps):
         tokens = next(batches)
-        if step == warmup:
+        if step == counted_from:
+            synchronize(device)
             torch.distributed.barrier()
             before = {name: count() for name, count in counters.items()}
         timeouts.append(tcp_timeouts())
-        synchronize(device)
         start = time.perf_counter()
-        loss = trainer.step(tokens)
-        synchronize(device)
+        losses.append(trainer.step(tokens).item())
         times.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss.item())
+    synchronize(device)
     torch.distributed.barrier()
     timeouts = [after - before for before, after in pairwise([*timeouts[warmup:], tcp_timeouts()])]
     gathered: list = [None] * torch.distributed.get_world_size()
-    counted = {name: (count() - before[name]) / steps for name, count in counters.items()}
+    counted = {name: (count() - before[name]) / (warmup + steps - counted_from) for name, count in counters.items()}
     torch.distributed.all_gather_object(gathered, (counted, timeouts if os.environ["LOCAL_RANK"] == "0" else []))
     timed = times[warmup:]
     return {
