@@ -55,7 +55,8 @@ def llama_matrices(total: int) -> list[tuple[int, int]]:
     hidden = 256
     while 32 * 12 * hidden * hidden < total:
         hidden *= 2
-    return [(hidden, hidden)] * 4 + [(8 * hidden // 3, hidden)] * 2 + [(hidden, 8 * hidden // 3)]
+    between = -(-8 * hidden // 3 // 128) * 128
+    return [(hidden, hidden)] * 4 + [(between, hidden)] * 2 + [(hidden, between)]
 
 
 def llama_numels(total: int) -> list[int]:

@@ -62,6 +62,9 @@ def ds_config(section=None, dtype="fp32", **overrides):
         config["fp16"] = {"enabled": True, "initial_scale_power": 8}
     if section is not None:
         config["zeropp_fp8"] = copy.deepcopy(section)
+        topology = config["zeropp_fp8"].get("topology", {})
+        if topology.get("ranks_per_node", 0) is None:
+            topology["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     for key, value in overrides.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             config[key] = {**config[key], **value}
@@ -76,9 +79,7 @@ KEPT = {"stage3_param_persistence_threshold": 10**6}
 
 
 def section(recipe="zeropp", ranks_per_node=None, **fields):
-    """A zeropp_fp8 section; on ranks, for as many a node as they were started for."""
-    if ranks_per_node is None:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
+    """A zeropp_fp8 section; where `ds_config` is called on ranks, for as many per node as they were started for."""
     return {"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, "report": {"every": 0}, **fields}
 
 

@@ -47,6 +47,7 @@ DOCUMENTS = (
     "docs/fp8-lm.md",
     "docs/handover.md",
     "docs/integrations.md",
+    "docs/muon.md",
     "docs/numerics.md",
     "docs/rlhf.md",
     "docs/checkpoints.md",

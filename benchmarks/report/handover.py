@@ -47,7 +47,33 @@ def handover_nccl(result: dict) -> str:
     return f"{handover(result)}\n\n{paragraph(said)}"
 
 
+ACROSS = {
+    "whole": "all weights",
+    "exact": "exact differences",
+    "exact-background": "exact differences, `wait=False`",
+}
+
+
+def handover_link(result: dict) -> str:
+    """Hand-overs across a slow link, until they are applied."""
+    found = {row["run"]: row for row in result["rows"]}
+    keys = (("tx_bytes", 1e-6, ".1f"), ("seconds", 1, ".3f"), ("stalled", 1, ".3f"))
+    rows = [
+        [ACROSS[run], f"{row['bits_per_weight']:.3f}", *(f"{row[key] * unit:{form}}" for key, unit, form in keys)]
+        for run, row in found.items()
+    ]
+    whole, exact, background = (found[run] for run in ACROSS)
+    waits = background["stalled"]
+    said = f"""Differences take 1/{whole["seconds"] / exact["seconds"]:.0f} of the time of all weights. In the
+        background training waits {1e3 * waits:.0f} ms, {100 * waits / whole["seconds"]:.1f} % of the time of all
+        weights and {100 * waits / background["seconds"]:.0f} % of their own: as long as it takes to compare and
+        encode."""
+    head = ["", "bits a weight", "MB across the link", "seconds until applied", "seconds that training waits"]
+    return f"{table(head, rows)}\n\n{paragraph(said)}"
+
+
 BLOCKS = {
+    "handover_link": Block(handover_link, ("handover_link/h200-2-1gbit",)),
     "handover": Block(handover, ("handover/cpu-2-gloo",)),
     "handover_nccl": Block(handover_nccl, ("handover/h100-2-25gbit",)),
 }

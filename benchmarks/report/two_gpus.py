@@ -356,6 +356,32 @@ def link_each_says(result: dict) -> str:
     )
 
 
+# Of Muon and of AdamW on the same owners.
+WITH_MUON = {"stock-muon": None, "zeropp-muon": "zeropp-owners", "zeropp-exact-muon": "zeropp-exact-owners"}
+
+
+def muon(beside_stock: dict, early: dict) -> str:
+    """Steps with Muon of two H200 as two nodes, beside AdamW's of the same run and DeepSpeed's Muon."""
+    before, after = ({(row["run"], row["gbit"]): row for row in result["rows"]} for result in (beside_stock, early))
+    columns = ((before, 25.0), (after, 25.0), (after, 10.0))
+    labels, rows = {"stock-muon": "DeepSpeed's Muon, ZeRO-3"}, []
+    for run, adamw in WITH_MUON.items():
+        cells = []
+        for found, gbit in columns:
+            row, other = found.get((run, gbit)), found.get((adamw, gbit))
+            beside = f" (AdamW {with_range(other)})" if other else ""
+            cells.append(f"{with_range(row)}{beside}" if row else "")
+        sent = before[run, 25.0]["tx_bytes_per_node_step"]
+        rows.append([labels.get(run, f"**`{run.removesuffix('-muon')}`**"), f"{sent / 1e6:,.0f}", *cells])
+    head = ["Muon, ms per step", "MB a node sends", "25 Gbit/s", "25 Gbit/s, blocks cross early", "10 Gbit/s, the same"]
+    times = before["stock-muon", 25.0]["step_ms"] / before["zeropp-muon", 25.0]["step_ms"]
+    said = paragraph(
+        f"""`zeropp` is {times:.1f} times as fast as DeepSpeed's Muon in the same run. Each of these steps ended with a
+        wait for all that was on its way, also for weights of the next one, which a script does not wait for."""
+    )
+    return f"{table(head, rows)}\n\n{said}"
+
+
 TWO_H100 = tuple(f"two_nodes/h100-2-25gbit{variant}" for variant in ("", "-compiled", "-sockets", "-sockets-compiled"))
 BLOCKS = {
     "accumulation": Block(accumulation, ("two_nodes/h200-2-25_10gbit-k8",)),
@@ -385,6 +411,8 @@ BLOCKS = {
     "over_nvlink": Block(over_nvlink, ("one_node/h200-2-nvlink", "one_node/h200-2-nvlink-4x2048")),
     "over_nvlink_again": Block(over_nvlink, ("one_node/h200-2-nvlink-again", "one_node/h200-2-nvlink-4x2048-again")),
     "over_nvlink_third": Block(over_nvlink, ("one_node/h200-2-nvlink-third", "one_node/h200-2-nvlink-4x2048-third")),
+    "over_nvlink_fourth": Block(over_nvlink, ("one_node/h200-2-nvlink-fourth", "one_node/h200-2-nvlink-4x2048-fourth")),
+    "muon": Block(muon, ("two_nodes/h200-2-25gbit-muon", "two_nodes/h200-2-25_10gbit-muon")),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
     "without_nvlink_says": Block(
         without_nvlink_says, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",), sourced=False
