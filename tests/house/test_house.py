@@ -28,7 +28,7 @@ LINES = {
     "optim": 1194,
     "plan": 1808,
     "plugin": 1734,
-    "zero": 2933,
+    "zero": 2950,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1280,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 790, "FSDP2": 1000}
+ALLOWED = {"experts": 771, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from deepspeed.utils import logger
 from torch import nn
 from torch.nn import Parameter
 
@@ -35,7 +36,8 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         rows += storage.report_rows([p for unit in gatherer.units if unit.storage is storage for p in unit.params])
     for part in session.parts:
         rows += part.rows()
-    return [*rows, *_gather_rows(session, gatherer, blocks), *_idle_pattern_rows(session.config, model)]
+    rows += [*_gather_rows(session, gatherer, blocks), *_idle_pattern_rows(session.config, model)]
+    return [*rows, *_not_loaded_rows(model)]
 
 
 def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
@@ -112,6 +114,21 @@ def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[Row]:
         if idle:
             rows.append((section, "as without", 0, f"skip_modules names nothing of this model by {shown(idle)}"))
     return rows
+
+
+def _not_loaded_rows(model: nn.Module) -> list[Row]:
+    """A row on frozen weights that transformers found in no file of a checkpoint, and so has made up.
+
+    It marks what it has loaded. Adapters come from other files.
+    """
+    wrappers = tuple(f"{name}." for name, module in model.named_modules() if "base_layer" in module._modules)
+    of_model = {n: p for n, p in model.named_parameters() if "base_layer." in n or not n.startswith(wrappers)}
+    found = {name for name, param in of_model.items() if getattr(param, "_is_hf_initialized", False)}
+    missing = [n for n, param in of_model.items() if found and n not in found and not param.requires_grad]
+    if not missing:
+        return []
+    logger.warning(f"zeropp_fp8: frozen, and in no file of the checkpoint, so random: {', '.join(missing)}")
+    return [("NOT LOADED", "random numbers", sum(sharded.numel(of_model[n]) for n in missing), shown(missing))]
 
 
 def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import shutil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,9 @@ from frozen_jobs import load_into
 from frozen_loading_jobs import PeakOfMemory
 from frozen_models import codes, config_of, decoded, evaluate, gathered, hugging_face_knows, plain, rounded, same
 from models import batches, build, full_weights, make_engine, section
-from ranks import attempt
-from running import Spec, changed, loaded, run, saved, see, step, switch
+from ranks import attempt, printed
+from running import Spec, changed, loaded, run, saved, see, shared_folder, step, switch
+from safetensors.torch import load_file, save_file
 
 import zeropp_fp8
 from zeropp_fp8.zero.frozen.store import stored_weight
@@ -100,6 +103,24 @@ def loaded_from(folder, fields):
     with gathered(model):
         exact = [torch.equal(p, weights[n]) for n, p in model.named_parameters() if not stored_weight(p)]
     return names, as_rounded, all(exact)
+
+
+def incomplete(folder, fields, missing):
+    """What is printed at start over a checkpoint without tensors whose names have one of these parts."""
+    from transformers import AutoModelForCausalLM
+
+    switch(True)
+    config, here = config_of(fields, "bf16"), shared_folder()
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, here, dirs_exist_ok=True)
+        for file in Path(here).glob("*.safetensors"):
+            kept = {n: t for n, t in load_file(file).items() if not any(part in n for part in missing)}
+            save_file(kept, file, metadata={"format": "pt"})
+    dist.barrier()
+    with hugging_face_knows(config):
+        model = AutoModelForCausalLM.from_pretrained(here, dtype=torch.bfloat16)
+    make_engine(adapted(model), config).destroy()
+    return printed(dist.get_rank())
 
 
 def engine_of(kind, fields):

@@ -37,6 +37,18 @@ def test_checkpoints_stream_into_the_store(checkpoint):
         assert set(names) > PACKED and as_rounded and exact
 
 
+@pytest.mark.parametrize("missing, said", [((), None), (("layers.1.mlp.experts", "layers.0.self_attn.k_proj"), 3)])
+def test_what_a_checkpoint_lacks(tmp_path, missing, said):
+    """Frozen weights that no file has are named; nothing is said of adapters."""
+    model = jobs.mixture("Qwen3Moe").bfloat16()
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = [n for n, _ in model.named_parameters() if any(part in n for part in missing)]
+    first, _ = run_two(jobs.incomplete, folder=str(tmp_path), fields=FORMATS["int4"], missing=missing)
+    (line,) = [line for line in first.splitlines() if "NOT LOADED" in line] or [None]
+    assert (line is None) is (said is None) and len(names) == (said or 0)
+    assert line is None or all(name.removesuffix(".weight") in first for name in names), first
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_rank_holds_the_model_in_16_bits(world, tmp_path):
     """Beside what rests, 1.2 times the largest file, which is 6 times the largest parameter, as of a real model."""
