@@ -106,7 +106,7 @@ def loaded_from(folder, fields):
 
 
 def incomplete(folder, fields, missing):
-    """What is printed at start over a checkpoint without tensors whose names have one of these parts."""
+    """Return what a start prints over a checkpoint without tensors whose names have one of these parts."""
     from transformers import AutoModelForCausalLM
 
     switch(True)
