@@ -46,7 +46,8 @@ def orthogonalized(
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
     # In fp32: fp16 cannot say the sum of squares of a matrix, and bf16 rounds it to 3 digits.
-    x = (x / (x.float().norm(dim=(-2, -1), keepdim=True) + _EPS)).to(dtype)
+    norm = x.float().norm(dim=(-2, -1), keepdim=True) + _EPS
+    x = torch.div(x, norm, out=torch.empty_like(x, dtype=dtype))
     if method == "gram" and x.shape[-2] < x.shape[-1]:
         # In 16 bits a Gram matrix that is carried along drifts from that of the matrix: made anew after two steps.
         for some in (min(steps, 2), steps - 2):
@@ -179,7 +180,7 @@ class MuonUpdate(Update):
         def direction(matrices: Tensor) -> Tensor:
             rows, columns = matrices.shape[-2:]
             found = orthogonalized(matrices, options["steps"], dtype, options["method"])
-            return found.float().mul_(math.sqrt(max(1.0, rows / columns)))
+            return found * weight.new_full((1, 1), math.sqrt(max(1.0, rows / columns)))  # in fp32, in one pass
 
         moved = direction(moved) if options["rows"] is None else options["rows"].map(direction, moved)
         weight = weight * (1 - options["lr"] * options["weight_decay"])

@@ -283,6 +283,7 @@ class Gatherer(Owner):
         wait: the ranks agree on the sizes of all of them at once.
         """
         written: set[int] = set()
+        self._sent_early = set()  # of a step that has failed
         for params in parts:
             written.update(map(sharded.key, params))
             mine = units_of(filter(self.ownership.has, params))
