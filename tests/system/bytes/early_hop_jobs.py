@@ -19,9 +19,13 @@ SPECS = {
         section("zeropp-4bit", partition="whole_tensor", optimizer=EIGHT_BITS), config={"gradient_clipping": 0.1}
     ),
     "exact": by_config(section("zeropp-exact", partition="whole_tensor")),
+    "differences of codes": by_config(
+        section("zeropp", partition="whole_tensor", weights={"difference": "exact"}, optimizer=EIGHT_BITS)
+    ),
     "fp8-lm": Spec(section("fp8-lm", **FP8_LM), model=MODEL),
     "slices in bf16": Spec(section("zeropp", optimizer={"exp_avg_format": "bf16"}), model=MODEL),
     "operands": Spec(section("fp8-lm-zeropp", **FP8_LM), model=MODEL),
+    "differences of operands": Spec(section("fp8-lm-zeropp", **FP8_LM, weights={"difference": "exact"}), model=MODEL),
 }
 
 
@@ -55,7 +59,8 @@ def in_parts(name):
         folder = shared_folder()
         events = [step, see(crossing), step, see(crossing), evaluate(data[0]), step, on_engine(write), step]
         events += [saved(folder, "c"), step, loaded(folder, "c"), step, step]
-        events += [] if name == "operands" else [see(bytes_of_steps)]  # ranks agree on their scales once a part
+        # Ranks agree on scales, and on sizes of differences, once a part.
+        events += [] if "operands" in name or "difference" in name or name == "exact" else [see(bytes_of_steps)]
         with mock.patch.object(groups, "_PART", least):
             traces.append(run(SPECS[name], events, ["weights", "masters"], data=data))
     (first, second, *_), whole = traces[0].seen, traces[1].seen

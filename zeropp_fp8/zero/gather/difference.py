@@ -4,9 +4,9 @@ Every rank that keeps a secondary shard holds the payloads from before the step.
 differs from what is held of it (formats/exact.py): numbers of 16 bits, FP8 or INT8 codes. The hops up to the secondary
 shard bring all differences, and every rank adds them. In a payload of differences the bytes of other numbers come
 first, as they are, then a header for each chunk of the coded ones, then bodies. How long these are depends on the step,
-so all ranks tell each other before the first gather after it, in one small message for all units. The host waits for
-it, and so for the update, which the gather would wait for anyway; then it knows every payload's size. So each is as
-large as it must be, nothing is ever too large, and no weight is late.
+so all ranks tell each other before the first gather after it, in one small message for all units that are written. The
+host waits for it, and so for the update, which the gather would wait for anyway; then it knows every payload's size. So
+each is as large as it must be, nothing is ever too large, and no weight is late.
 
 The whole payloads replace differences if no copy exists yet, and if anything but a step wrote the weights.
 """

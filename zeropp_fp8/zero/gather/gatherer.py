@@ -19,6 +19,7 @@ microseconds for a block of 50M parameters, and its buffer never crosses streams
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -279,21 +280,22 @@ class Gatherer(Owner):
     def step_writes(self, parts: Iterable[Sequence[Parameter]]) -> None:
         """Let a step write weights, part by part; units that are written cross between nodes while it goes on.
 
-        A unit whose copy is current has been used since the last step, so it will be used in the next one. Differences
-        wait: the ranks agree on the sizes of all of them at once.
+        A unit whose copy is current has been used since the last step, so it will be used in the next one. Units start
+        once the host has issued the update of the next part: for differences it waits until the ranks know their sizes.
         """
         written: set[int] = set()
+        ready: list[Unit] = []
         self._sent_early = set()  # of a step that has failed
-        for params in parts:
+        for params in itertools.chain(parts, [()]):
+            for unit in ready:
+                self.hops.start_first(unit)
             written.update(map(sharded.key, params))
-            mine = units_of(filter(self.ownership.has, params))
-            used = [unit for unit in mine if unit.secondary_is_current and not unit.difference.is_on]
-            done = [unit for unit in used if written.issuperset(map(sharded.key, unit.params))]
+            used = [unit for unit in units_of(filter(self.ownership.has, params)) if unit.secondary_is_current]
+            ready = [unit for unit in used if written.issuperset(map(sharded.key, unit.params))]
+            done = [param for unit in ready for param in unit.params]
             if done:
-                self.weights_changed([param for unit in done for param in unit.params], by_step=True)
-                for unit in done:
-                    self.hops.start_first(unit)
-                self._sent_early.update(sharded.key(param) for unit in done for param in unit.params)
+                self.weights_changed(done, by_step=True)
+                self._sent_early.update(map(sharded.key, done))
 
     def step_wrote(self, params: Sequence[Parameter]) -> None:
         """A step has written these. Call it on every rank."""

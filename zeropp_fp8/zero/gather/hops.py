@@ -92,7 +92,10 @@ class Hops:
                 self._add_differences(self._coming[0])
 
     def _agree(self) -> None:
-        """Let all ranks know how long the payloads of all differences are. The host waits for the weights."""
+        """Let all ranks know how long the payloads of differences are, of all units that are written.
+
+        The host waits for these weights.
+        """
         for unit in self._units():
             unit.lay_out()
         units = [unit for unit in self._units() if unit.difference.is_unknown]
@@ -101,8 +104,9 @@ class Hops:
         of_ranks = rows.view(-1, len(units))[self.route.rows_in_rank_order].t().tolist()
         for unit, sizes in zip(units, of_ranks):
             unit.difference.agree(sizes)
-        sent = sum(sum(unit.difference.sizes) for unit in units)
-        self.route.session.formats.difference_bits = 8 * sent / sum(unit.numel for unit in units)
+        known = [unit for unit in self._units() if unit.difference.sizes]
+        sent = sum(sum(unit.difference.sizes) for unit in known)
+        self.route.session.formats.difference_bits = 8 * sent / sum(unit.numel for unit in known)
 
     def _add_differences(self, unit: Unit) -> None:
         """Add the differences of a unit to its copy once they have arrived; on a CPU the host waits for them."""
