@@ -27,7 +27,7 @@ LINES = {
     "numerics": 1167,
     "optim": 1195,
     "plan": 1808,
-    "plugin": 1734,
+    "plugin": 1770,
     "zero": 2950,
     "zero/checkpoint": 385,
     "zero/export": 440,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 765, "FSDP2": 1000}
+ALLOWED = {"experts": 729, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

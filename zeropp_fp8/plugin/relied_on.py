@@ -36,6 +36,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
     """,
     ("deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"): "save(state_dict, path)",
     ("deepspeed.runtime.pipe.engine", ""): "PipelineEngine",
+    ("deepspeed.utils.timer", "ThroughputTimer"): "start stop(global_step, report_speed)",
     ("deepspeed.runtime.hybrid_engine", ""): "DeepSpeedHybridEngine",
     (_ENGINE, ""): "DeepSpeedZeRoOffload",
     ("deepspeed.runtime.superoffload.superoffload_stage3", ""): "SuperOffloadOptimizer_Stage3",

@@ -13,6 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import IN_TREE_KEYS, SECTION, TRIAL_VARIABLE, ConfigError, without_in_tree_keys
+from zeropp_fp8.plugin.throughput import wait_for_compute
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
 ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: hooks that let the model run
@@ -38,6 +39,7 @@ class ZeroppEngine(DeepSpeedEngine):
             object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
         try:
             _stock_init(self, args, model, *positional, config=config, config_class=config_class, **kwargs)
+            wait_for_compute(self.tput_timer)
             self._zeropp_fp8_observe()
             self._zeropp_fp8_gatherer.ownership.made()
         except BaseException:
