@@ -5,11 +5,15 @@ from __future__ import annotations
 from unittest import mock
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from models import batches, section
 from running import Spec, differing, evaluate, loaded, on_engine, run, saved, see, shared_folder, step
 from whole_muon_jobs import EIGHT_BITS, MODEL, by_config
 
+import zeropp_fp8
+from zeropp_fp8.handover import WeightSource
+from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.states import groups
 
 FP8_LM = {"compute": {"format": "fp8", "min_features": 16}}
@@ -40,6 +44,22 @@ def bytes_of_steps(engine):
     return report["per_step"], report["stock_per_step"]
 
 
+def generated(engine):
+    """Tokens, of weights as codes too."""
+    found = []
+    for weights in ("auto", "codes"):
+        with zeropp_fp8.generation(engine, weights=weights) as model, torch.no_grad():
+            found.append(model.generate(torch.arange(4)[None], max_new_tokens=3, do_sample=False, pad_token_id=0))
+    return found
+
+
+def handed(engine):
+    """Weights for another engine, and those of a file."""
+    source = {name: tensor.clone() for name, tensor in WeightSource(engine)}
+    saved_weights = engine._zero3_consolidated_16bit_state_dict() or {}
+    return source, {name: tensor.clone() for name, tensor in saved_weights.items()}
+
+
 def write(engine):
     """Change weights after a step has let them go."""
     params = [p for name, p in engine.module.named_parameters() if "layers.0" in name]
@@ -49,20 +69,26 @@ def write(engine):
                 param.data.mul_(1.5)
 
 
-def in_parts(name):
-    """Return what crosses after steps in parts of a parameter, and how the run differs from one of whole steps.
+def at_the_end(gatherer, parts):
+    """In place of `step_writes`: nothing crosses before the step has ended."""
+    for _ in parts:
+        pass
 
-    There are steps, an evaluation, a write between steps, and a checkpoint.
+
+def in_parts(name):
+    """Return what crosses after steps in parts of a parameter, and how the run differs from one where nothing does.
+
+    There are steps, an evaluation, a write between steps, a checkpoint, generation and hand-overs.
     """
-    traces, data = [], list(batches(8, dist.get_rank()))
-    for least in (1, 1 << 40):
-        folder = shared_folder()
-        events = [step, see(crossing), step, see(crossing), evaluate(data[0]), step, on_engine(write), step]
-        events += [saved(folder, "c"), step, loaded(folder, "c"), step, step]
+    traces, data, early = [], list(batches(10, dist.get_rank())), []
+    for context in (mock.patch.object(groups, "_PART", 1), mock.patch.object(Gatherer, "step_writes", at_the_end)):
+        folder, look = shared_folder(), on_engine(lambda engine: early.append(crossing(engine)))
+        events = [step, look, step, look, evaluate(data[0]), step, on_engine(write), step]
+        events += [saved(folder, "c"), step, loaded(folder, "c"), step, see(generated), step, see(handed), step]
         # Ranks agree on scales, and on sizes of differences, once a part.
         events += [] if "operands" in name or "difference" in name or name == "exact" else [see(bytes_of_steps)]
-        with mock.patch.object(groups, "_PART", least):
+        with context:
             traces.append(run(SPECS[name], events, ["weights", "masters"], data=data))
-    (first, second, *_), whole = traces[0].seen, traces[1].seen
-    assert whole[:2] == [first, second], "what is written is started, in one part and in many"
+    first, second, *none = early
+    assert none == [[], []]
     return first, second, differing(*traces)
