@@ -28,7 +28,7 @@ LINES = {
     "optim": 1195,
     "plan": 1808,
     "plugin": 1770,
-    "zero": 2950,
+    "zero": 2955,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1280,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 729, "FSDP2": 1000}
+ALLOWED = {"experts": 724, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

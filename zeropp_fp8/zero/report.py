@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -119,13 +120,17 @@ def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[Row]:
 def _not_loaded_rows(model: nn.Module) -> list[Row]:
     """A row on frozen weights that transformers found in no file of a checkpoint, and so has made up.
 
-    It marks what it has loaded. Adapters come from other files.
+    It marks what it has loaded, and knows what a model computes itself. Adapters come from other files.
     """
+    computed = {
+        name for each in model.modules() for name in getattr(each, "_keys_to_ignore_on_load_missing", None) or ()
+    }
     wrappers = tuple(f"{name}." for name, module in model.named_modules() if "base_layer" in module._modules)
     of_model = {n: p for n, p in model.named_parameters() if "base_layer." in n or not n.startswith(wrappers)}
     found = {name for name, param in of_model.items() if getattr(param, "_is_hf_initialized", False)}
-    missing = [n for n, param in of_model.items() if found and n not in found and not param.requires_grad]
-    if not missing:
+    missing = [n for n, param in of_model.items() if n not in found and not param.requires_grad]
+    missing = [n for n in missing if not any(re.search(pattern, n) for pattern in computed)]
+    if not (found and missing):
         return []
     logger.warning(f"zeropp_fp8: frozen, and in no file of the checkpoint, so random: {', '.join(missing)}")
     return [("NOT LOADED", "random numbers", sum(sharded.numel(of_model[n]) for n in missing), shown(missing))]
