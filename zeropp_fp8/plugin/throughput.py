@@ -21,8 +21,8 @@ class ComputeTimer(ThroughputTimer):
         super().stop(*args, **kwargs)
 
     def _wait(self) -> None:
-        stream = get_accelerator().current_stream()
-        if self.waits and stream is not None and self.global_step_count >= self.start_step:
+        waits = self.waits and self.global_step_count >= self.start_step
+        if waits and (stream := get_accelerator().current_stream()) is not None:
             stream.synchronize()
 
 

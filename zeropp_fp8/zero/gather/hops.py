@@ -96,8 +96,8 @@ class Hops:
 
         The host waits for these weights.
         """
-        for unit in self._units():
-            unit.lay_out()
+        for unit in (unit for unit in self._units() if unit.difference.is_unknown):
+            unit.lay_out()  # which may end its differences
         units = [unit for unit in self._units() if unit.difference.is_unknown]
         needs = torch.cat([unit.difference.measure() for unit in units])
         rows = gather_through(needs.view(torch.uint8), self.route.levels, self._ledger).view(torch.int64)
