@@ -13,9 +13,10 @@ it just before: a busy host may move less than the rate, and times are then of t
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
 Only where --runs names them:
-    zeropp-exact             `zeropp` with weights that cross as exact differences, whose bytes depend on --lr
-    lossless-exact, zeropp-difference, fp8-lm-zeropp-difference
-                             `lossless`, `zeropp` and `fp8-lm-zeropp` with differences of what they send
+    zeropp-exact             weights in 16 bits that cross as exact differences, gradients as with `zeropp`
+    lossless-exact           `lossless` with such differences; their bytes depend on --lr
+    zeropp-whole, fp8-lm-zeropp-whole
+                             `zeropp` and `fp8-lm-zeropp` without differences of their codes
     zeropp-owners, zeropp-muon, zeropp-exact-owners, zeropp-exact-muon, stock-muon
                              tensors with one owner each; with Muon; DeepSpeed's own Muon (see harness/peers.py)
     fp8-lm, ...              ZeRO-3 with FP8 compute, gradients and states
@@ -39,7 +40,7 @@ from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, 
 from benchmarks.harness.measuring import Steps, micro_batches, random_tokens, reached_gbit, timed_steps
 from benchmarks.harness.nodes import GBIT, launch, set_rate_everywhere, two_nodes
 from benchmarks.harness.peers import (
-    DIFFERENCES,
+    EXACT,
     FSDP,
     IN_FP8,
     IN_TREE,
@@ -51,6 +52,7 @@ from benchmarks.harness.peers import (
     RUNS,
     STOCK_MUON,
     TORCHAO,
+    WHOLE,
     WORLD,
     made,
 )
@@ -130,7 +132,8 @@ def _complete(args, parser) -> None:
 
 def _by_default(run: str, args, on_gpu: bool) -> bool:
     """Whether a run is measured where none is named."""
-    if run.endswith("-compiled") or run in (*DIFFERENCES, *OWNERS, STOCK_MUON, *IN_FP8, *TORCHAO, *ONE_NODE_RUNS):
+    named = ("zeropp-exact", *EXACT, *WHOLE, *OWNERS, STOCK_MUON, *IN_FP8, *TORCHAO, *ONE_NODE_RUNS)
+    if run.endswith("-compiled") or run in named:
         return False
     return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
 

@@ -60,6 +60,7 @@ DEFAULTS = {
 # What recipe "zeropp" sets.
 ZEROPP = {
     "weights.format": "int8",
+    "weights.difference": "exact",
     "secondary.scope": "node",
     "gradients.intra_format": "int8",
     "gradients.inter_format": "int4",

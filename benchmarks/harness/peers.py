@@ -8,7 +8,8 @@ None) and close().
     lossless, zeropp, ...    ZeRO-3 with this project's recipes (FP8 compute where the recipe says so)
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
-    lossless-exact, ...      with `"weights": {"difference": "exact"}`: `lossless`, `zeropp` and `fp8-lm-zeropp`
+    lossless-exact           `lossless` with `"weights": {"difference": "exact"}` and a copy in each node
+    zeropp-whole, ...        with `"difference": "none"`: `zeropp` and `fp8-lm-zeropp`
     zeropp-owners, ...       `zeropp` and `zeropp-exact` with tensors that have one owner each
     zeropp-muon, ...         the same with Muon, at 20 times the learning rate of AdamW for the others
     stock-muon               DeepSpeed's own Muon with ZeRO-3
@@ -36,12 +37,10 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.zero3 import in_tree_zero
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
-_AS_DIFFERENCES = {"weights": {"difference": "exact"}}
-BY_DIFFERENCE = {
-    "lossless-exact": {"recipe": "lossless", "secondary": {"scope": "node"}, **_AS_DIFFERENCES},
-    **{f"{recipe}-difference": {"recipe": recipe, **_AS_DIFFERENCES} for recipe in ("zeropp", "fp8-lm-zeropp")},
+EXACT = {"lossless-exact": {"recipe": "lossless", "secondary": {"scope": "node"}, "weights": {"difference": "exact"}}}
+WHOLE = {
+    f"{recipe}-whole": {"recipe": recipe, "weights": {"difference": "none"}} for recipe in ("zeropp", "fp8-lm-zeropp")
 }
-DIFFERENCES = ("zeropp-exact", *BY_DIFFERENCE)
 # Tensors with one owner each, and there also Muon instead of AdamW; `stock-muon` is DeepSpeed's own.
 OWNERS = {
     f"{recipe}-{suffix}": {"recipe": recipe, "partition": "whole_tensor"}
@@ -54,7 +53,7 @@ IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
 ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
 RECIPES = ("lossless", *QUANTIZED, "zeropp-exact", "zeropp-pcie", *IN_FP8)
-_EAGER = {recipe: {"recipe": recipe} for recipe in RECIPES} | BY_DIFFERENCE | OWNERS
+_EAGER = {recipe: {"recipe": recipe} for recipe in RECIPES} | EXACT | WHOLE | OWNERS
 COMPILED = {f"{run}-compiled": {**section, "compile": "blocks"} for run, section in _EAGER.items()}
 SECTIONS = {**_EAGER, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from zeropp_fp8.plan import Cluster, Job, Lora, Model, PlanError
+from zeropp_fp8.plan import METHODS, Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.job import require_positive
 
 # The models of benchmarks/two_nodes.py.
@@ -25,6 +25,9 @@ ALIASES = {"intree": "in-tree", "zero++": "in-tree", "intree-leaf": "in-tree-lea
 # Runs of benchmarks/harness/lora.py, and the adapters that all of them train.
 ALIASES |= {"stock-lora": "stock-leaf", "lossless-lora": "lossless", "zeropp-lora": "zeropp"}
 ALIASES |= {"nf4-dq": "qlora", "nf4-dq-rank": "qlora-rank"}
+# Until then recipes sent all codes, and a run of another name what had changed in them.
+WHOLE_UNTIL, WHOLE = "2026-11-28", "-whole"
+ALIASES |= {f"{name}-difference": name for name in ("zeropp", "fp8-lm-zeropp")}
 LORA = Lora(rank=16)
 OF_LORA = ("lora_step", "lora_memory", "lora_limits")  # values of "question"
 NOTHING_KEPT = ("lora_memory", "lora_limits", "fp8_lm_memory")  # ran with stage3_max_live_parameters 0
@@ -159,10 +162,19 @@ def _gpu(row: dict) -> str:
     return str(row.get("hardware", {}).get("gpu", ""))
 
 
-def _run_name(row: dict) -> str:
+def run_name(row: dict) -> str:
+    """The method of a row, with what its file says of all."""
     name = str(row["run"]).lower().replace("_", "-")
+    if name.endswith("-difference"):
+        return ALIASES[name]
     # The model reduces FSDP's gradients in 16 bits.
-    return ALIASES.get(name, name) + ("-fp32-gradients" if row.get("reduce_dtype") == "fp32" else "")
+    return _as_sent(ALIASES.get(name, name), row) + ("-fp32-gradients" if row.get("reduce_dtype") == "fp32" else "")
+
+
+def _as_sent(method: str, row: dict) -> str:
+    """The method's name today, of one that a recipe had when the row was measured."""
+    earlier = "date" in row and row["date"] <= WHOLE_UNTIL
+    return method + WHOLE if earlier and f"{method}{WHOLE}" in METHODS else method
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Model:
@@ -221,12 +233,13 @@ def _point(row: dict, source: str, rows: list[dict]) -> MeasuredPoint:
     if undisturbed:
         step_ms, fastest, slowest = median(undisturbed), min(undisturbed), max(undisturbed)
     steady = slowest < UNSTEADY * fastest and bool(undisturbed or not waits)
-    return MeasuredPoint(_run_name(row), job, step_ms / 1e3, source, peak, steady, gpu=_gpu(row))
+    return MeasuredPoint(run_name(row), job, step_ms / 1e3, source, peak, steady, gpu=_gpu(row))
 
 
 def _phases(row: dict, source: str) -> list[MeasuredPoint]:
     """Of an iteration of RLHF."""
     method, lora = RLHF_RUNS[row["run"]]
+    method = _as_sent(method, row)
     sequence, nodes = row["prompt"] + row["tokens"], row["nodes"]
     job = emulated_job(
         row["gbit"], _model(row, source), row["batch"] * sequence, sequence, nodes, row["ranks"] // nodes

@@ -86,7 +86,7 @@ def iteration(method: Method, job: Job, hardware: Hardware, response: int = 0) -
         PlanError: several micro-batches, a response as long as the sequence, or what `estimate` refuses.
     """
     require_at_least_zero(response=response)
-    if method.name not in RLHF_METHODS:
+    if method.name.removesuffix("-whole") not in RLHF_METHODS:
         raise PlanError(f"{method.name}: RLHF is not modelled with it; take --methods out of {', '.join(RLHF_METHODS)}")
     if job.micro_batches > 1:
         raise PlanError(f"an iteration of RLHF is planned over one micro-batch, got {job.micro_batches}")

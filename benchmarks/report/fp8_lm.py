@@ -191,6 +191,19 @@ def optimizer(result: dict) -> str:
     return table(["", "ms", "bytes moved a parameter", "of a copy's bandwidth"], rows)
 
 
+def muon_step(result: dict) -> str:
+    """A step of Muon on one GPU, and its iteration alone."""
+    found = {row["step"]: row for row in result["rows"]}
+    muon, iteration, adam = (found[name] for name in ("Muon, gram", "Newton-Schulz, gram", "all fp32, bf16 gradients"))
+    standard = found["Newton-Schulz, standard"]
+    return paragraph(
+        f"""A step of Muon on the layers' matrices of a Llama, {muon["parameters"] / 1e6:.0f} million parameters on one
+        H200, takes {muon["ms"]:.0f} ms, of which the iteration takes {iteration["ms"]:.0f}, at
+        {iteration["tflops"]:.0f} TFLOP/s ({standard["ms"]:.0f} ms with the method "standard"). AdamW takes
+        {adam["ms"]:.1f} ms."""
+    )
+
+
 def owners_plan() -> str:
     """Balance of whole tensors, planned here for two Llamas."""
     from zeropp_fp8.zero.owners.plan import balance_of, plan_parts
@@ -250,5 +263,6 @@ BLOCKS = {
     "fp8_lm_four_ranks_say": Block(four_ranks_say, (ONE_GPU, FOUR_GPUS)),
     "fp8_lm_policies": Block(policies, ("fp8_lm_policies/h200-1-local",), cut_short=("fp8_lm_policies/h200-1-local",)),
     "optimizer": Block(optimizer, ("optimizer/h200-1-local",)),
+    "muon_step": Block(muon_step, ("optimizer/h200-1-local-muon",)),
     "owners_plan": Block(owners_plan),
 }

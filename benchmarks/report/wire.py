@@ -180,12 +180,14 @@ def weight_fidelity_says(result: dict) -> str:
 def weight_changes(*results: dict) -> str:
     """Bits of a weight's change in each code, the least and the most of steps after the first two, by run.
 
-    Of larger models bf16 alone."""
+    Of larger models bf16 alone. A run that several results have is that of the first."""
     codes = {"entropy": "entropy", "given_exponent": "given the exponent"} | {code: f"`{code}`" for code in CODES}
-    rows = []
+    rows, seen = [], set()
     for result in results:
         size = SIZES[result["settings"]["size"]]
-        for line in compare(result["rows"]):
+        lines = [line for line in compare(result["rows"]) if (size, line["run"]) not in seen]
+        seen |= {(size, line["run"]) for line in lines}
+        for line in lines:
             if size.parameters < MANY or line["dtype"] == "bf16":
                 name = line["run"] + (", critic" if line["engine"] else "")
                 rows.append([f"{size.parameters / 1e6:.2g} M", name, line["dtype"], f"{line['lr']:g}"])
@@ -198,7 +200,13 @@ _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fi
 BLOCKS = {
     "weight_changes": Block(
         weight_changes,
-        tuple(f"weight_changes/{name}" for name in ("h200-1-local", "cpu-1-local")),
+        tuple(
+            f"weight_changes/{name}-1-local{what}"
+            for name, what in (
+                *(("h200", what) for what in ("-sft", "", "-ppo_1e-5", "-ppo_1e-6")),
+                ("cpu", ""),
+            )
+        ),
         cut_short=("weight_changes/h200-1-local",),
     ),
     "wire_convergence_together": Block(together, FILES, sourced=False),

@@ -22,11 +22,11 @@ FOUR_GPUS = {
     "hsdp": LABELS["hsdp"],
     "lossless": "**`lossless`**",
     "zeropp-exact": "**`zeropp-exact`**: only the changes of weights, without loss",
-    "zeropp": "**`zeropp`**: 8-bit weights, 8- and 4-bit gradients",
-    "zeropp-difference": "**`zeropp`**, only the changes of its codes",
+    "zeropp-difference": "**`zeropp`**: the changes of 8-bit codes, 8- and 4-bit gradients",
+    "zeropp": "`zeropp` with all codes in each step",
     "zeropp-4bit": "**`zeropp-4bit`**: 4-bit weights too",
-    "fp8-lm-zeropp": "**`fp8-lm-zeropp`**",
-    "fp8-lm-zeropp-difference": "**`fp8-lm-zeropp`**, only the changes of its codes",
+    "fp8-lm-zeropp-difference": "**`fp8-lm-zeropp`**",
+    "fp8-lm-zeropp": "`fp8-lm-zeropp` with all codes in each step",
     "fp8-lm": "**`fp8-lm`**",
 }
 IN_README = (
@@ -35,8 +35,8 @@ IN_README = (
     "fsdp2",
     "hsdp",
     "zeropp-exact",
-    "zeropp",
     "zeropp-difference",
+    "zeropp",
     "zeropp-4bit",
 )
 QUANTIZED = ("zeropp", "zeropp-4bit")
@@ -81,9 +81,10 @@ RATES = (25.0, 10.0, "nvlink")
 
 
 def times_of(found: dict[tuple[str, object], dict], run: str) -> list[str]:
-    """Milliseconds a step at each rate, with compiled decoder layers in brackets."""
+    """Milliseconds per step at each rate, with compiled decoder layers in brackets; in one node nothing differs."""
     cells = []
     for rate in RATES:
+        run = run.removesuffix("-difference") if rate == "nvlink" else run
         times = [found.get((run + suffix, rate), {}).get("step_ms") for suffix in ("", "-compiled")]
         eager, compiled = ("" if ms is None else f"{ms:.0f}" for ms in times)
         cells.append(f"{eager} ({compiled})" if eager and compiled else eager or compiled)
@@ -135,9 +136,9 @@ def at_a_large_rate(result: dict) -> str:
         return "{:.0f} and {:.0f} ms".format(*ms[run])
 
     return paragraph(
-        f"""At a learning rate of {result["lr"]:g}, after {result["warmup"]} steps from nothing, `zeropp` with
-        differences takes {pair("zeropp-difference")} at 25 and 10 Gbit/s, `fp8-lm-zeropp` with them
-        {pair("fp8-lm-zeropp-difference")}, `zeropp-4bit` {pair("zeropp-4bit")}."""
+        f"""At a learning rate of {result["lr"]:g}, after {result["warmup"]} steps from nothing, `zeropp` takes
+        {pair("zeropp-difference")} at 25 and 10 Gbit/s, `fp8-lm-zeropp` {pair("fp8-lm-zeropp-difference")},
+        `zeropp-4bit` {pair("zeropp-4bit")}."""
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.harness.sizes import SIZES
 from benchmarks.plan_fit.__main__ import main
 from benchmarks.plan_fit.fit import calibrate, check, fitted, machine_of, measured_on
-from benchmarks.plan_fit.points import MODELS, PEERS, emulated_job, load_points
+from benchmarks.plan_fit.points import MODELS, PEERS, WHOLE, emulated_job, load_points
 from tests.places import ROOT
 from zeropp_fp8.plan import (
     EMULATED_H200,
@@ -61,7 +61,7 @@ def test_fp8_is_predicted_from_16_bits():
 
 def test_a_slow_host_is_slow_at_everything():
     """Of two H100 all but one run, recipes and peers alike, follow from `zeropp` and what differs from it once."""
-    points = {p.run: p for p in load_points(RESULTS / "h100-2-nvlink.json")}
+    points = {p.run.removesuffix(WHOLE): p for p in load_points(RESULTS / "h100-2-nvlink.json")}
     ((gpu, preset),) = {(p.gpu, measured_on(p.gpu)) for p in points.values()}
     assert gpu == "NVIDIA H100 80GB HBM3" and preset.memory_gbs == H100.memory_gbs < EMULATED_H200.memory_gbs
     machine = machine_of([points[name] for name in ("zeropp", "fsdp2", "fsdp2-compiled", "fp8-lm")], preset)
@@ -93,9 +93,9 @@ def test_quantized_runs_on_slow_links_need_no_fit():
     """
     points = [p for p in load_points(RESULTS) if p.run.startswith("zeropp") and p.run in METHODS]
     points = [p for p in points if p.job.cluster.nodes > 1 and p.job.cluster.world_size == 4]
-    host_bound = [p for p in points if p.source == "h200-4-25_10gbit.json" or p.run.startswith("zeropp-exact")]
+    host_bound = [p for p in points if p.source == "h200-4-25_10gbit.json" or METHODS[p.run].difference_of]
     points = [p for p in points if p not in host_bound]
-    assert (len(points), len(host_bound)) == (18, 8)
+    assert (len(points), len(host_bound)) == (18, 12)
     for residual in check(points, EMULATED_H200):
         assert abs(residual.error) < 0.05, residual.point.label
 
@@ -219,7 +219,7 @@ def test_links_of_one_node_need_no_fit():
     points = [p for p in load_points(RESULTS.parent / "one_node/h100-2-64gbit.json") if p.run in METHODS]
     assert {p.run: p.job.cluster for p in points} == {
         "fsdp2-compiled": Cluster(2, 1, 35.8),
-        "zeropp-pcie": Cluster(2, 1, 35.8),
+        "zeropp-pcie-whole": Cluster(2, 1, 35.8),
     }
     for residual in check(points, measured_on(points[0].gpu)):
         assert abs(residual.error) < 0.06, residual.point.label
@@ -286,7 +286,7 @@ def test_memory_of_measured_peaks():
     own += load_points(RESULTS.parent / "one_node/h200-2-nvlink-4x2048.json")
     points = peers + [p for p in own if p.run in METHODS]
     assert len(peers) > 30 and {"fsdp2", "fsdp2-compiled", "hsdp", "stock"} <= {p.run for p in peers}
-    assert {"lossless", "zeropp", "zeropp-compiled", "fp8-lm", "fp8-lm-o1-compiled"} <= {p.run for p in own}
+    assert {"lossless", "zeropp-whole", "zeropp-compiled-whole", "fp8-lm", "fp8-lm-o1-compiled"} <= {p.run for p in own}
     for point in points:
         modelled = memory_per_gpu(METHODS[point.run], point.job).peak
         assert modelled == pytest.approx(point.peak_bytes, rel=0.15), (point.source, point.label)

@@ -52,7 +52,7 @@ def test_four_models_by_hand():
 
 def test_copies_last_where_weights_do():
     """ZeRO++: of trained models the experience gathers codes, once; training reduces gradients; frozen ones stay."""
-    own = iteration(METHODS["zeropp"], JOB, EMULATED_H200)
+    own = iteration(METHODS["zeropp-whole"], JOB, EMULATED_H200)
     numel = MODEL.parameters + with_a_value_head(MODEL).parameters
     between = (JOB.cluster.nodes - 1) / JOB.cluster.nodes
     assert own.experience_inter_bytes == pytest.approx(numel * (1 + 2 / 256) * between)

@@ -1,6 +1,5 @@
 """Which values of the `zeropp_fp8` section go together, and with the rest of the ds_config; what each refusal says."""
 
-import json
 import re
 
 import pytest
@@ -78,11 +77,11 @@ def test_format_that_is_there(field, name):
                     {"weights": {"format": "fp8_e4m3"}, "compute": {"format": "fp8"}},
                     ["without scales", 'set "partition": "whole_tensor"'],
                 ),
-                ({"weights": {"difference": "int4"}}, ['"int4" is not allowed', "it takes one of none, exact"]),
-                *(  # as earlier versions wrote it
-                    ({"weights": {"difference": old}}, [json.dumps(old), 'write "exact", or "none"'])
-                    for old in ({"format": "int4"}, {"format": "int2", "block_size": 64}, {})
+                (
+                    {"weights": {"difference": "int4"}},
+                    ['"int4" is not allowed', "it takes one of auto, detect, none, exact"],
                 ),
+                ({"weights": {"difference": {"format": "int4"}}}, ["it takes one of auto, detect, none, exact"]),
             )
         ),
         ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format.activations" is missing']),
@@ -134,8 +133,35 @@ def test_exact_differences_are_of_16_bits_or_codes():
         assert resolved({**section, "weights": {"format": "int8"}}, **keys).weights.difference == "exact"
     for name in ("bf16", "bfloat16", "fp16"):
         assert resolved(section, **{name: {"enabled": True}}).weights.difference == "exact"
-    for recipe in ("zeropp", "fp8-lm-zeropp"):
-        assert resolved({"recipe": recipe, "weights": {"difference": "exact"}}, **BF16).weights.difference == "exact"
+
+
+@pytest.mark.parametrize(
+    ("section", "found"),
+    [
+        *(
+            ({"recipe": recipe}, "exact")
+            for recipe in ("zeropp", "zeropp-exact", "zeropp-pcie", "fp8-lm-zeropp", "qlora")
+        ),
+        *(({"recipe": recipe}, "none") for recipe in ("lossless", "zeropp-4bit", "mxfp8", "fp8-lm")),
+        ({"secondary": {"scope": "node"}}, "exact"),
+        ({"recipe": "zeropp", "secondary": {"scope": "none"}}, "none"),
+        ({"recipe": "zeropp", "weights": {"format": "int4"}}, "none"),
+        ({"recipe": "zeropp", "weights": {"difference": "none"}}, "none"),
+        ({"recipe": "fp8-lm-zeropp", "partition": "slice"}, "none"),
+        ({"recipe": "fp8-lm-zeropp", "weights": {"difference": "exact"}}, "exact"),
+    ],
+)
+@pytest.mark.parametrize("word", [None, "auto", "detect"])
+def test_differences_cross_wherever_they_can(section, found, word):
+    """And the configuration says whether they do: no field of it is "auto"."""
+    weights = section.get("weights", {})
+    given = {**section, "weights": {"difference": word, **weights}} if word else section
+    assert resolved(given, **BF16).weights.difference == found
+
+
+def test_differences_of_fp32_are_those_of_codes():
+    assert resolved({"secondary": {"scope": "node"}}).weights.difference == "none"
+    assert resolved({"recipe": "zeropp"}).weights.difference == "exact"
 
 
 SHARED = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}

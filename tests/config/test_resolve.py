@@ -97,8 +97,17 @@ FP8_LM = {
     [
         ("lossless", {}),
         ("zeropp", ZEROPP),
-        ("zeropp-exact", {**ZEROPP, "weights.format": "none", "weights.difference": "exact"}),
-        ("zeropp-4bit", {**ZEROPP, "weights.format": "int4", "weights.block_size": 128, "weights.hadamard": True}),
+        ("zeropp-exact", {**ZEROPP, "weights.format": "none"}),
+        (
+            "zeropp-4bit",
+            {
+                **ZEROPP,
+                "weights.format": "int4",
+                "weights.block_size": 128,
+                "weights.hadamard": True,
+                "weights.difference": "none",
+            },
+        ),
         (
             "mxfp8",
             {
@@ -121,6 +130,7 @@ FP8_LM = {
             {
                 **FP8_LM,
                 "secondary.scope": "node",
+                "weights.difference": "exact",
                 "gradients.intra_format": "int8",
                 "gradients.inter_format": "int4",
                 "gradients.hadamard": True,

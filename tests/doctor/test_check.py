@@ -65,7 +65,10 @@ def test_a_recipe_is_the_method_that_the_plan_has_of_it(recipe):
         ({"gradients": {"accumulate_in": "world"}}, {"sums_in_node": False}),
         (
             {"secondary": {"scope": "none"}},
-            {"secondary_bytes": 0, "later_from_secondary": False, "backward_gather": "two-level"},
+            {
+                **{"secondary_bytes": 0, "later_from_secondary": False, "backward_gather": "two-level"},
+                "difference_of": None,
+            },
         ),
         ({"secondary": {"scope": "rank"}}, {"backward_gather": "rank"}),
         ({"gradients": {"error_feedback": True}}, {"residual_bytes": 1 + 2 / 128}),

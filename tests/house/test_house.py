@@ -20,13 +20,13 @@ LINES = {
     "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2036,
     "compute": 2069,
-    "config": 1760,
-    "doctor": 1413,
+    "config": 1773,
+    "doctor": 1414,
     "formats": 2532,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
-    "plan": 1808,
+    "plan": 1817,
     "plugin": 1770,
     "zero": 2955,
     "zero/checkpoint": 385,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 724, "FSDP2": 1000}
+ALLOWED = {"experts": 704, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -16,7 +16,7 @@ from zeropp_fp8.config.ds_config import (
 )
 from zeropp_fp8.config.nodes import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 from zeropp_fp8.config.recipes import RECIPES
-from zeropp_fp8.config.resolve import resolve
+from zeropp_fp8.config.resolve import resolve, with_differences
 from zeropp_fp8.config.rules import checked_compute
 from zeropp_fp8.config.sections import (
     FIXED_BLOCKS,
@@ -72,5 +72,6 @@ __all__ = [
     "resolve",
     "secondary_ranks",
     "trial_from_environment",
+    "with_differences",
     "without_in_tree_keys",
 ]

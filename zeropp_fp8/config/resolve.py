@@ -17,7 +17,7 @@ from zeropp_fp8.config.ds_config import (
     recipe_from_environment,
 )
 from zeropp_fp8.config.recipes import RECIPES
-from zeropp_fp8.config.rules import FIELDS, HOST, broken, in_tree_rules
+from zeropp_fp8.config.rules import DIFFERENCES, FIELDS, HOST, broken, in_tree_rules
 from zeropp_fp8.config.sections import FIXED_BLOCKS, SECTION, InTreeKeys, PluginConfig
 from zeropp_fp8.config.trial import trial_from_environment
 from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse, shown
@@ -79,9 +79,21 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
     if trial is not None and not lines:
         config = trial.applied(config)
         lines += broken(FIELDS, config)
+    config = with_differences(config, ds_config)
     if hybrid_engine:
         ds_config = {**ds_config, "hybrid_engine": {"enabled": True}}
     return config, [*lines, *broken(HOST, config, ds_config, refused)]
+
+
+def with_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> PluginConfig:
+    """Return the configuration with "exact" or "none" where its weights' difference is "auto"."""
+    if config.weights.difference != "auto":
+        return config
+    none, exact = (
+        config.model_copy(update={"weights": config.weights.model_copy(update={"difference": choice})})
+        for choice in ("none", "exact")
+    )
+    return none if any(broken(DIFFERENCES, exact, ds_config)) else exact
 
 
 def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

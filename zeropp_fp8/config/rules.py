@@ -264,19 +264,6 @@ PARTS: Rules = {
     ),
     '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
-    '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
-    'to "node" or "rank", or remove it': lambda c: c.weights.difference != "none" and c.secondary.scope == "none",
-    '"{S}.weights.difference": "exact" is of numbers of 16 bits and of codes of 8, and does not go with '
-    '"weights.format": "{it}"; set that to "none", "int8" or "fp8_e4m3", or remove one of the two': lambda c: (
-        c.weights.difference != "none" and _first({c.weights.format} - {"none", "int8", "fp8_e4m3"})
-    ),
-    '"{S}.weights.difference" with "weights.format": "fp8_e4m3" and FP8 layers, whose codes travel without scales, is '
-    'of whole tensors; set "partition": "whole_tensor", or remove it': lambda c: (
-        c.weights.difference != "none"
-        and c.weights.format == "fp8_e4m3"
-        and c.computes_in_low_precision
-        and c.partition != "whole_tensor"
-    ),
     '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two': lambda c: (
         c.partition == "whole_tensor" and c.gradients.error_feedback
     ),
@@ -328,7 +315,30 @@ def _autotp(c: Any) -> bool:
     return isinstance(size, int) and size > 1
 
 
+# What "auto" does not choose.
+DIFFERENCES: Rules = {
+    '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
+    'to "node" or "rank", or remove it': lambda c: c.weights.difference == "exact" and c.secondary.scope == "none",
+    '"{S}.weights.difference": "exact" is of numbers of 16 bits and of codes of 8, and does not go with '
+    '"weights.format": "{it}"; set that to "none", "int8" or "fp8_e4m3", or remove one of the two': lambda c: (
+        c.weights.difference == "exact" and _first({c.weights.format} - {"none", "int8", "fp8_e4m3"})
+    ),
+    '"{S}.weights.difference" with "weights.format": "fp8_e4m3" and FP8 layers, whose codes travel without scales, is '
+    'of whole tensors; set "partition": "whole_tensor", or remove it': lambda c: (
+        c.weights.difference == "exact"
+        and c.weights.format == "fp8_e4m3"
+        and c.computes_in_low_precision
+        and c.partition != "whole_tensor"
+    ),
+    '"{S}.weights.difference": "exact" is of weights in 16 bits, and these are in fp32; set "bf16.enabled" or '
+    '"fp16.enabled" to true, or "weights.format" to "int8", or remove it': lambda c: (
+        c.weights.difference == "exact"
+        and c.weights.format == "none"
+        and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)
+    ),
+}
 HOST: Rules = {
+    **DIFFERENCES,
     '"zero_optimization.stage" is {it}; the plugin works with stage 3 only: set it to 3, or remove "{S}" and the '
     "ZeRO++ keys": lambda c: None if c.ds("zero_optimization.stage") == 3 else shown(c.ds("zero_optimization.stage")),
     **{
@@ -345,12 +355,6 @@ HOST: Rules = {
     '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and the '
     'plugin needs one group; set it to false, or remove "{S}" and the ZeRO++ keys': lambda c: bool(
         c.ds("expert_parallel.enabled")
-    ),
-    '"{S}.weights.difference": "exact" is of weights in 16 bits, and these are in fp32; set "bf16.enabled" or '
-    '"fp16.enabled" to true, or "weights.format" to "int8", or remove it': lambda c: (
-        c.weights.difference != "none"
-        and c.weights.format == "none"
-        and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)
     ),
     '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
     'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true': lambda c: (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, Strict
 from typing_extensions import NotRequired, TypedDict
 
 from zeropp_fp8.config.words import Remarks
@@ -61,12 +60,6 @@ def difference_bits(learning_rate: float, weight_format: str = "none", steps: in
     return low * (high / low) ** (place % 1) * (1 + first)
 
 
-def _without_options(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        raise ValueError('differences have no format and no block size any more; write "exact", or "none"')
-    return given
-
-
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20, multiple_of=2)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
@@ -116,6 +109,7 @@ class WeightsConfig(_Section):
     Differences lose nothing: every rank computes with the weights of a gather without them, bit for bit. Each node adds
     them to its copy of the weights, of 16-bit numbers, INT8 or FP8 codes (`secondary.scope`). Under AdamW a bf16 weight
     takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 code 0.06, 0.2 and 0.6.
+    "auto" stands for "exact" wherever there is such a copy, and for "none" elsewhere.
     Whole weights cross at start, and when anything but a step wrote them; so do weights in fp32, and small ones that
     ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """
@@ -124,8 +118,10 @@ class WeightsConfig(_Section):
     block_size: BlockSize = Field(256, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(False, description=_ROTATE)
     skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
-    difference: Annotated[Literal["none", "exact"], BeforeValidator(_without_options)] = Field(
-        "none", description="exact: between nodes, what has changed in weights or their codes since the last step"
+    difference: Annotated[Literal["auto", "detect", "none", "exact"], IsAuto] = Field(
+        "auto",
+        description="exact: between nodes, what has changed in weights or their codes since the last step; "
+        "auto: exact where that can be",
     )
 
 

@@ -24,6 +24,7 @@ from zeropp_fp8.config import (
     find_ranks_per_node,
     in_tree_keys,
     load_ds_config,
+    with_differences,
 )
 from zeropp_fp8.config.resolve import is_asked
 from zeropp_fp8.config.words import at
@@ -115,7 +116,7 @@ def _with_the_section_on_top(given: dict[str, Any], problems: list[Problem]) -> 
 
 def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every field that is not what an empty section means."""
-    usual = PluginConfig().model_dump()
+    usual = with_differences(PluginConfig(), {}).model_dump()
     for name, value in config.model_dump(exclude={"recipe"}).items():
         if isinstance(usual[name], dict):
             yield from ((f"{name}.{key}", each) for key, each in value.items() if each != usual[name][key])
@@ -184,7 +185,7 @@ def learning_rate(ds_config: Mapping[str, Any]) -> float | None:
 def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
     """A remark if most bits of weights change in each step at the ds_config's learning rate."""
     rate, weights = learning_rate(ds_config), config.weights
-    if weights.difference == "none" or weights.format != "none" or rate is None:
+    if weights.difference != "exact" or weights.format != "none" or rate is None:
         return
     bits, of_codes = difference_bits(rate), difference_bits(rate, "int8")
     if bits > 4:  # half of an INT8 code

@@ -13,7 +13,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits
+from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits, with_differences
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
 
@@ -46,7 +46,8 @@ class Method:
         gather, weight_bytes: route of the forward gather, bytes per parameter of what travels.
         backward_gather, backward_bytes: the same for the backward pass. "rank": nothing travels, every rank has a copy.
         secondary_bytes: bytes per parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
-        differs: exact differences cross between nodes and are added to that copy (Job.learning_rate); else weights.
+        difference_of: format of the weights whose exact differences cross between nodes and are added to that copy
+            (Job.learning_rate); None: whole weights cross.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes per parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
@@ -80,7 +81,7 @@ class Method:
     backward_gather: Route = "ring"
     backward_bytes: float = BYTES_16BIT
     secondary_bytes: float = 0.0
-    differs: bool = False
+    difference_of: str | None = None
     later_from_secondary: bool = False
     stored_bytes: float | None = None
     reduce: Route = "ring"
@@ -143,7 +144,7 @@ class Method:
                 f"{self.name}: its codes are of frozen weights, and a full training has none; give --lora-rank, or "
                 f"take it out of --methods"
             )
-        if job.lora is not None and self.name not in LORA_METHODS:
+        if job.lora is not None and self.name.removesuffix(_WHOLE) not in LORA_METHODS:
             raise PlanError(
                 f"{self.name}: its LoRA is not modelled; take --methods out of {', '.join(LORA_METHODS)}, or leave out "
                 f"--lora-rank"
@@ -180,8 +181,7 @@ class Method:
 
     def difference_bytes(self, job: Job) -> float:
         """Bytes of an exact difference, per parameter."""
-        weight_format = "none" if self.weight_bytes == BYTES_16BIT else "int8"
-        return difference_bits(job.learning_rate, weight_format, job.steps) / 8
+        return difference_bits(job.learning_rate, self.difference_of, job.steps) / 8
 
     def gathers(self, job: Job) -> int:
         """Gathers of one pass."""
@@ -194,7 +194,7 @@ class Method:
             num_bytes = part.numel * (part.code_bytes or self.weight_bytes)
             from_copy = copied if self.later_from_secondary and (part.frozen or not first) else 0.0
             traffic += self._partly(from_copy, num_bytes, job.cluster)
-            if self.differs and not from_copy and self.copy_ranks(job.cluster) is not None:
+            if self.difference_of and not from_copy and self.copy_ranks(job.cluster) is not None:
                 left = 1 - copied * (1 - self.difference_bytes(job) / self.weight_bytes)
                 in_node = left if self.backward_gather == "rank" else 1.0
                 traffic = replace(traffic, inter=left * traffic.inter, intra=in_node * traffic.intra)
@@ -278,7 +278,7 @@ def method_of(config: PluginConfig) -> Method:
         changes["backward_gather"] = "rank" if scope == "rank" else "node"
     if ring:
         changes |= {"gather": "ring", "backward_gather": changes.get("backward_gather", "ring")}
-    changes["differs"] = weights.difference != "none"
+    changes["difference_of"] = weights.format if weights.difference == "exact" else None
     if config.quantizes_gradients:
         intra, inter = (
             1.0 if gradients.scales == "tensor" else element_bytes(name, gradients.block_size)
@@ -307,7 +307,8 @@ def _own(name: str, recipe: str, **parts: dict[str, Any]) -> Method:
     """A recipe with fields set by hand."""
     base = RECIPES[recipe]
     by_hand = {key: {**base.get(key, {}), **part} for key, part in parts.items()}
-    return replace(method_of(PluginConfig(**{**base, **by_hand})), name=name)
+    config = with_differences(PluginConfig(**{**base, **by_hand}), {"bf16": {"enabled": True}})
+    return replace(method_of(config), name=name)
 
 
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
@@ -359,6 +360,13 @@ METHODS |= {
     f"{name}-compiled": replace(METHODS[name], name=f"{name}-compiled", compiled=True)
     for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-exact", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
     + ("fsdp2",)
+}
+# All codes cross in each step, as with `"difference": "none"`.
+_WHOLE = "-whole"
+METHODS |= {
+    f"{name}{_WHOLE}": replace(method, name=f"{name}{_WHOLE}", difference_of=None)
+    for name, method in METHODS.items()
+    if method.difference_of not in (None, "none")
 }
 # Not compiled, its casts are operations of torch, one after the other: 504 ms where 229 would be modelled
 # (benchmarks/results/one_node/h200-2-nvlink-4x2048.json).

@@ -84,7 +84,7 @@ def _has_something_to_do(method: Method, job: Job, hardware: Hardware) -> bool:
         return False
     if world == 1 and method.stored_bytes is None:
         return not (method.quantizes_weights or method.secondary_bytes)
-    return nodes > 1 or not method.differs
+    return nodes > 1 or method.difference_of != "none"
 
 
 def _worth_it(found: Iterable[Estimate], before: float = math.inf) -> list[Estimate]:
@@ -129,7 +129,8 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     if chosen.memory.secondary:
         bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits per parameter"
         text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB per GPU"
-    text += f"; with AdamW at a learning rate of {job.learning_rate:g} (--lr)" * METHODS[chosen.method].differs
+    if job.cluster.nodes > 1 and METHODS[chosen.method].difference_of:
+        text += f"; with AdamW at a learning rate of {job.learning_rate:g} (--lr)"
     for one in offered:
         text += f"\nrounds more: {one.method}, {1e3 * one.step_s:.1f} ms, loss up to {LOSS[one.method]} % higher"
     return Advice(chosen.method, text, found, offered)

@@ -134,7 +134,7 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
         forward += one * part.numel
         backward += one * part.numel * gathered
     sharing = method.copy_ranks(job.cluster)
-    if method.differs and sharing is not None:
+    if method.difference_of and sharing is not None:
         # A rank makes its payload and reads it beside the held one, twice, and copies it once. It adds the others'.
         sent, difference = method.weight_bytes, method.difference_bytes(job)
         own, added = 2 * BYTES_16BIT + 8 * sent + difference, 2 * sent + difference

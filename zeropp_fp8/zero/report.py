@@ -138,7 +138,7 @@ def _not_loaded_rows(model: nn.Module) -> list[Row]:
 
 def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     """Rows on weight differences, if these are sent between nodes, and on the copies that they are added to."""
-    if session.config.weights.difference == "none":
+    if session.config.weights.difference != "exact":
         return []
     if not session.formats.differs:
         one_node = "one rank or one node: no copy that differences could be added to; weights travel as they are"

@@ -45,7 +45,7 @@ class TravelFormats:
         weights, gradients = config.weights, config.gradients
         name = "none" if world_size == 1 else weights.format  # nothing is sent, so rounding gains nothing
         self.weights = _quantized(weights, name, weights.hadamard)
-        self.differs = keeps_copy and weights.difference != "none"
+        self.differs = keeps_copy and weights.difference == "exact"
         self.difference_bits: float | None = None
         rotates_within = gradients.hadamard and gradients.intra_format == "int4"
         self.within = _quantized(gradients, gradients.intra_format, rotates_within)
