@@ -67,7 +67,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
     weights = session.config.weights
     if session.topology.world_size == 1:
         return "one rank: nothing is sent"
-    if unit.difference.is_on:
+    if weights.format == "none" and unit.difference.is_on:
         return "in each node, where differences are added to them"
     if not wire_format.is_exact:
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"

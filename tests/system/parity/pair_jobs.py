@@ -17,7 +17,7 @@ from zeropp_fp8.zero.owners.layout import OwnerLayout
 # What each part adds to a section. Whole tensors need gradients that the plugin reduces, differences a node's copy.
 PARTS = {
     "qwZ": {"weights": {"format": "int8"}},
-    "hpZ": {"secondary": {"scope": "node"}},
+    "hpZ": {"secondary": {"scope": "node"}, "weights": {"difference": "none"}},
     "qgZ": {"gradients": {"intra_format": "int8", "inter_format": "int4"}},
     "FP8 compute": {"compute": {"format": "fp8"}},
     "MX compute": {"compute": {"format": "mxfp8_e4m3"}},

@@ -98,7 +98,8 @@ def secondary_shards(scope, node_size=2):
         *(on_engine(look), evaluation, on_engine(write), evaluation),
     ]
     exact = {"intra_format": "none", "inter_format": "none"}
-    the_section = section("zeropp", ranks_per_node=node_size, secondary={"scope": scope}, gradients=exact)
+    fields = {"secondary": {"scope": scope}, "weights": {"difference": "none"}}
+    the_section = section("zeropp", ranks_per_node=node_size, gradients=exact, **fields)
     spec = Spec(the_section, config={"gradient_accumulation_steps": 3})
     losses = run(spec, events, data=itertools.repeat(tokens)).losses
     assert losses[0] == losses[1] == losses[2] != losses[5]
