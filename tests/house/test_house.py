@@ -19,7 +19,7 @@ PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2036,
-    "compute": 2069,
+    "compute": 2377,
     "config": 1773,
     "doctor": 1414,
     "formats": 2532,
@@ -27,12 +27,12 @@ LINES = {
     "numerics": 1167,
     "optim": 1195,
     "plan": 1817,
-    "plugin": 1770,
+    "plugin": 1778,
     "zero": 2955,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1280,
-    "zero/gather": 2721,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2727,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
     "zero/owners": 1051,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 704, "FSDP2": 1000}
+ALLOWED = {"experts": 382, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -53,6 +53,20 @@ def test_counts_are_those_of_the_plain_model(make, compute, profile):
     assert "apply" not in swiglu._SwiGLU.__dict__
 
 
+def test_experts_count_the_tokens_that_they_get(profile):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
+    plain = MixtralForCausalLM(config)
+    plain.set_experts_implementation("eager")
+    converted = copy.deepcopy(plain)
+    report = convert_linear_layers(converted, {"format": "fp8", "scaling": "current", "min_features": 16})
+    assert "model.layers.1.mlp.experts.down_proj" in report.converted
+    (_, found, _), (_, expected, _) = profile(converted), profile(plain)
+    assert found == expected
+
+
 def test_a_fused_product_counts_its_activation(profile, monkeypatch):
     """On a GPU SwiGLU and the cast are one pass; here its place is taken by what it computes."""
     model = llama()

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.compute.experts import LowPrecisionExperts, Projection, in_low_precision, packed_experts, projections_of
 from zeropp_fp8.compute.fused_module import restore_fused
 from zeropp_fp8.compute.linear import LowPrecisionLinear, _LowPrecisionModule
 from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK
@@ -23,9 +25,10 @@ from zeropp_fp8.compute.products import HighPrecision, LinearPrecision
 from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
 from zeropp_fp8.compute.swiglu import fuse_swiglu
-from zeropp_fp8.config import GEMMS, ComputeConfig, checked_compute, high_precision_gemms
+from zeropp_fp8.config import GEMMS, ComputeConfig, checked_compute, high_precision_gemms, operand_formats
 from zeropp_fp8.config.compute import matches
 
+MX_BLOCK = 32  # elements along either axis
 # Layers of one module that get the same input, in Llama and its relatives.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -36,24 +39,22 @@ class ConversionReport:
 
     Attributes:
         scaling: shared by all converted layers; its `end_step` is to be called after each optimizer step.
-        converted: name -> module.
-        skipped: name -> reason, of the linear layers that stay as they are.
+        converted: name -> module, or projection of packed experts.
+        skipped: name -> reason, of the linear layers and experts that stay as they are.
         fused: norms and gated feed-forward modules whose result is cast as it is made (rms_norm.py, swiglu.py).
     """
 
     scaling: Scaling
-    converted: dict[str, nn.Module] = field(default_factory=dict)
+    converted: dict[str, nn.Module | Projection] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     fused: list[nn.Module] = field(default_factory=list)
 
     def restore(self) -> None:
         """Give the converted modules the classes back that they had; those of a later conversion stay as they are."""
-        own = [m for m in self.converted.values() if isinstance(m, _LowPrecisionModule) and self._made(m)]
+        modules = [layer.module if isinstance(layer, Projection) else layer for layer in self.converted.values()]
+        own = [module for module in modules if any(p.scaling is self.scaling for p in _precisions(module))]
         for module in (*own, *(self.fused if own else ())):
             _restore(module)
-
-    def _made(self, module: _LowPrecisionModule) -> bool:
-        return module.precision.scaling is self.scaling
 
     def __str__(self) -> str:
         reasons = Counter(self.skipped.values())
@@ -123,13 +124,14 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
     if compute.format == "none":
         raise ValueError('convert_linear_layers: "format" is "none"; name a format such as "fp8"')
     for name, module in model.named_modules():
-        if isinstance(module, _LowPrecisionModule):
+        if _precisions(module):
             name = name or "the layer"
             raise ValueError(f"convert_linear_layers: {name} was converted before; call restore_linear_layers first")
     report = ConversionReport(SCALINGS[compute.scaling](compute))
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for name, module in model.named_modules():
         if not isinstance(module, linear_classes()):
+            _convert_experts(name, module, compute, owners, report)
             continue
         reason = _reason_to_skip(name, module, compute, owners)
         if reason is not None:
@@ -143,6 +145,56 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
     _share_casts(model)
     report.fused = fuse_swiglu(model) + fuse_rms_norms(model)
     return report
+
+
+def _convert_experts(
+    name: str, module: nn.Module, compute: ComputeConfig, owners: Counter, report: ConversionReport
+) -> None:
+    if not packed_experts(module):
+        return
+    weights = {f"{name}.{key}": weight for key, weight in projections_of(module).items()}
+    reasons = [_reason_to_skip_experts(full_name, weight, compute) for full_name, weight in weights.items()]
+    if not weights:
+        reasons = [
+            f"a {type(module).__name__}, which is none of transformers' experts with a choice of implementations"
+        ]
+    elif all(high_precision_gemms(compute, full_name) == set(GEMMS) for full_name in weights):
+        reasons = ["all of its GEMMs are named in high_precision_gemms"]
+    elif any(owners[id(weight)] > 1 for weight in weights.values()):
+        reasons = ["its weight is shared with another module"]
+    for reason in filter(None, reasons):
+        report.skipped[name] = reason
+        return
+    precisions = {}
+    for full_name in weights:
+        high = HighPrecision(**dict.fromkeys(high_precision_gemms(compute, full_name), True))
+        layer = report.scaling.add_layer()
+        key = full_name.rpartition(".")[2]
+        precisions[key] = LinearPrecision(report.scaling, layer, full_name, module.is_transposed, high)
+    module.__class__ = in_low_precision(type(module))
+    module.compute_in(precisions)
+    report.converted |= dict(zip(weights, module.projections.values()))
+
+
+def _reason_to_skip_experts(name: str, weight: Parameter, compute: ComputeConfig) -> str | None:
+    if matches(name, compute.skip_modules):
+        return "named in skip_modules"
+    if compute.scaling == "block":
+        return "experts have no product with scales of blocks"
+    if "fp8_e5m2" in operand_formats(compute).values():
+        return "experts have no product with E5M2"
+    features = sharded.shape(weight)[1:]
+    if min(features) < compute.min_features:
+        return f"fewer than {compute.min_features} features"
+    alignment = MX_BLOCK if compute.scaling == "mx" else ALIGNMENT
+    return f"features are not multiples of {alignment}" if any(size % alignment for size in features) else None
+
+
+def _precisions(module: nn.Module) -> list[LinearPrecision]:
+    """The precisions of a module that was converted."""
+    if isinstance(module, LowPrecisionExperts):
+        return [projection.precision for projection in module.projections.values()]
+    return [module.precision] if isinstance(module, _LowPrecisionModule) else []
 
 
 def _share_casts(model: nn.Module) -> None:
@@ -165,5 +217,7 @@ def restore_linear_layers(model: nn.Module) -> None:
 
 def _restore(module: nn.Module) -> None:
     restore_fused(module)
+    if isinstance(module, LowPrecisionExperts):
+        module.compute_as()
     if isinstance(module, _LowPrecisionModule):
         module.compute_as(nn.Linear if isinstance(module, nn.Linear) else linear_classes()[-1])

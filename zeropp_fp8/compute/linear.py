@@ -5,6 +5,8 @@ Under ZeRO-3 the Parameter itself is saved for backward, not its values, and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,19 +14,28 @@ from torch import Tensor, nn
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute import operators
 from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
+from zeropp_fp8.compute.grouped import Groups
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers, product, products_of_gradient
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision, training: bool):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: LinearPrecision,
+        training: bool,
+        groups: Groups | None,
+    ):
         needs_x_t = training and weight.requires_grad
         x_q, x_t_q = precision.input_operands(x, needs_x_t, training)
-        y, weight_scale = product(x_q, weight, bias, precision, x.dtype, training)
+        y, weight_scale = product(x_q, weight, bias, precision, x.dtype, training, groups)
         shape = x.shape
         if training:
-            ctx.precision, ctx.x_shape, ctx.x_dtype = precision, shape, x.dtype
+            ctx.precision, ctx.x_shape, ctx.x_dtype, ctx.groups = precision, shape, x.dtype, groups
             ctx.bias_dtype = None if bias is None else bias.dtype
             # A single number, which lies in a table or is as little as that.
             ctx.weight_scale = weight_scale
@@ -63,15 +74,26 @@ class _LowPrecisionLinear(torch.autograd.Function):
         elif saved:
             x = saved[0].reshape(-1, shape[-1]).t() if precision.high.grad_weight else saved[0]
         grad_input, grad_weight = products_of_gradient(
-            grad, x, weight, ctx.weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
+            grad, x, weight, ctx.weight_scale, precision, ctx.x_dtype, needs_input, needs_weight, ctx.groups
         )
         if grad_input is not None and grad_output.dim() != 2:
             grad_input = grad_input.view(shape)
         grad_bias = torch.sum(grad, 0).to(ctx.bias_dtype) if needs_bias else None
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
-_apply = applied(_LowPrecisionLinear)
+apply_linear = applied(_LowPrecisionLinear)
+
+
+def refuse_fp16(weight: Tensor, precision: LinearPrecision, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise RuntimeError if what a module applies to its tensors would make a weight fp16."""
+    if precision.scaling.compute.allow_fp16 or weight.dtype == torch.float16:
+        return
+    if fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype == torch.float16:
+        raise RuntimeError(
+            f"{precision.name} computes in {precision.scaling.formats['weights']}: weights that were trained so may "
+            'leave the range of fp16, which has no scale; use bfloat16, or set "compute.allow_fp16" to true'
+        )
 
 
 class _LowPrecisionModule(nn.Module):
@@ -123,11 +145,11 @@ class _LowPrecisionModule(nn.Module):
         training = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        arguments, device_type = (x, weight, bias, self.precision, training), x.device.type
+        arguments, device_type = (x, weight, bias, self.precision, training, None), x.device.type
         if not torch.is_autocast_enabled(device_type):  # entering a context takes 20 calls
-            return _apply(*arguments)
+            return apply_linear(*arguments)
         with torch.autocast(device_type, enabled=False):
-            return _apply(*arguments)
+            return apply_linear(*arguments)
 
     _multiply_untraced = torch.compiler.disable(_multiply_eagerly)
 
@@ -157,15 +179,7 @@ class _LowPrecisionModule(nn.Module):
         return value
 
     def _apply(self, fn, recurse=True):
-        weight = self.own_weight()
-        if not self.precision.scaling.compute.allow_fp16 and weight.dtype != torch.float16:
-            probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
-            if probe.dtype == torch.float16:
-                raise RuntimeError(
-                    f"{self.precision.name} computes in {self.precision.scaling.formats['weights']}: weights that were "
-                    "trained so may leave the range of fp16, which has no scale; use bfloat16, or set "
-                    '"compute.allow_fp16" to true'
-                )
+        refuse_fp16(self.own_weight(), self.precision, fn)
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute.gemm import matmul_nt
+from zeropp_fp8.compute.grouped import Groups
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.scaling import Operand, Scaling
 
@@ -78,10 +79,11 @@ class LinearPrecision:
     def weight_operand(
         self, weight: Tensor, forward: bool, scale: Tensor | None = None, training: bool = True
     ) -> Operand:
-        """The weight for y = x W^T, [out, in], or for grad_input = g W, [in, out]."""
+        """The weight for y = x W^T, [out, in], or for grad_input = g W, [in, out]; of a stack the rows of all matrices
+        one after the other, [matrices * out, in], or [in, matrices * out]."""
         plain = forward != self.weight_is_transposed
         if self.high.output if forward else self.high.grad_input:
-            values = self.weight_values(weight).detach()
+            values = self.weight_values(weight).detach().flatten(0, -2)
             return values if plain else values.t()
         gathered: Float8Operand | None = sharded.known(weight).operand
         if gathered is not None:
@@ -92,6 +94,8 @@ class LinearPrecision:
             weight = gathered.dequantize(weight.dtype)  # its scales are those of the other axis
         if torch.is_grad_enabled():  # as it is not inside of an autograd.Function
             weight = weight.detach()
+        if weight.dim() == 3:
+            weight = weight.flatten(0, 1)
         pair = self.scaling.quantize(self.layer, "weights", weight, plain, not plain, scale, training)
         return pair[0] if plain else pair[1]
 
@@ -106,7 +110,7 @@ class _Decoded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor, gathered: Float8Operand) -> Tensor:
-        return gathered.dequantize(weight.dtype)
+        return gathered.dequantize(weight.dtype).view(sharded.shape(weight))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -121,15 +125,27 @@ def decode_for_readers(weight: Tensor) -> None:
     gathered: Float8Operand | None = sharded.known(weight).operand
     if gathered is not None and not sharded.known(weight).as_numbers:
         sharded.remember(weight, as_numbers=True)
-        weight.data = gathered.dequantize(weight.dtype)
+        weight.data = gathered.dequantize(weight.dtype).view(sharded.shape(weight))
 
 
 def product(
-    x_q: Operand, weight: Tensor, bias: Tensor | None, precision: LinearPrecision, dtype: torch.dtype, training: bool
+    x_q: Operand,
+    weight: Tensor,
+    bias: Tensor | None,
+    precision: LinearPrecision,
+    dtype: torch.dtype,
+    training: bool,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y [rows, out] of `dtype`, the scale that the weight was quantized with if it has one) of an input's operand."""
+    """(y [rows, out] of `dtype`, the scale that the weight was quantized with if it has one) of an input's operand.
+
+    `groups` of rows go through a matrix each, of a stack without a bias.
+    """
     weight_q = precision.weight_operand(weight, forward=True, training=training)
-    y = matmul_nt(x_q, weight_q, dtype, bias, fast_accumulation=True)
+    if groups is None:
+        y = matmul_nt(x_q, weight_q, dtype, bias, fast_accumulation=True)
+    else:
+        y = groups.product(x_q, weight_q, dtype, fast_accumulation=True)
     one_scale = isinstance(weight_q, Float8Operand) and weight_q.granularity == "tensor"
     return y, weight_q.scale if one_scale else None
 
@@ -143,6 +159,7 @@ def products_of_gradient(
     dtype: torch.dtype,
     needs_input: bool,
     needs_weight: bool,
+    groups: Groups | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input [rows, in] of `dtype`, grad_weight like the weight) of grad [rows, out], None for what is not needed.
 
@@ -163,7 +180,8 @@ def products_of_gradient(
             weight.all_gather()
         try:
             weight_t_q = precision.weight_operand(weight, False, weight_scale)
-            grad_input = matmul_nt(grad_q if low else grad, weight_t_q, dtype)
+            multiply = matmul_nt if groups is None else groups.product
+            grad_input = multiply(grad_q if low else grad, weight_t_q, dtype)
             del weight_t_q
         finally:
             if dropped:
@@ -171,7 +189,7 @@ def products_of_gradient(
     if needs_weight:
         grad_t_q = grad_t_q if low_t else grad.t()
         a, b = (x, grad_t_q) if precision.weight_is_transposed else (grad_t_q, x)
-        grad_weight = matmul_nt(a, b, dtype)
+        grad_weight = (matmul_nt if groups is None else groups.sum)(a, b, dtype)
         if dtype != weight.dtype:
             grad_weight = grad_weight.to(weight.dtype)
     return grad_input, grad_weight

@@ -186,7 +186,7 @@ class OperandFormats(TypedDict):
 
 
 class ComputeConfig(_Section):
-    """Linear layers in FP8 or MX; [Compute in FP8 and MX](compute.md) says what each choice means.
+    """Linear layers and packed experts in FP8 or MX; [Compute in FP8 and MX](compute.md) says what each choice means.
 
     MX formats imply `"scaling": "mx"`. With a format per operand, gradients take the activations' format unless they
     have their own; with MX formats theirs may be `"none"`, a backward pass in high precision.

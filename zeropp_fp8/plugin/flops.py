@@ -11,6 +11,7 @@ The number for backward is DeepSpeed's estimate, 2 x forward. Neither counts cod
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.compute.experts import LowPrecisionExperts, Projection
+from zeropp_fp8.compute.grouped import Groups
 from zeropp_fp8.compute.linear import _LowPrecisionModule
 from zeropp_fp8.compute.swiglu import _SwiGLU
 
@@ -46,6 +49,7 @@ def counting_start(stock_start: Callable) -> Callable:
             setattr(owner, name, value)
 
         replace(_LowPrecisionModule, "_multiply", _counted(_LowPrecisionModule._multiply, _layer_macs, _layer_flops))
+        replace(Projection, "__call__", _counted(Projection.__call__, _projection_macs))
         replace(_SwiGLU, "apply", staticmethod(_counted(_SwiGLU.apply, _nothing, _silu_flops)))
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
             replace(ZeroppOffload, name, _counted(getattr(ZeroppOffload, name), _nothing))
@@ -73,7 +77,7 @@ def ending_stop(stock_stop: Callable) -> Callable:
 
 def _is_plugins(model: nn.Module) -> bool:
     return any(sharded.known(p).wire is not None for p in model.parameters()) or any(
-        isinstance(module, _LowPrecisionModule) for module in model.modules()
+        isinstance(module, (_LowPrecisionModule, LowPrecisionExperts)) for module in model.modules()
     )
 
 
@@ -115,6 +119,10 @@ def _features(layer: nn.Module) -> int:
 
 def _layer_macs(layer: nn.Module, input: Tensor) -> int:
     return input.numel() * _features(layer)
+
+
+def _projection_macs(projection: Projection, x: Tensor, groups: Groups) -> int:
+    return groups.row_of.numel() * math.prod(sharded.shape(projection.weight)[1:])
 
 
 def _layer_flops(layer: nn.Module, input: Tensor) -> int:

@@ -51,6 +51,12 @@ class _Weight:
     scale_shape: tuple[int, ...]
 
 
+def _matrix_shape(param: Parameter) -> tuple[int, int]:
+    """(rows, columns); of packed experts the rows of all, one after the other."""
+    *rows, columns = sharded.shape(param)
+    return math.prod(rows), columns
+
+
 class GemmWeights:
     """The weights of one engine that are sent as GEMM operands, and their scales.
 
@@ -84,7 +90,7 @@ class GemmWeights:
     def _add(self, param: Parameter, precision: LinearPrecision) -> None:
         if precision.weight_is_transposed and self.granularity == "row":
             return  # [in, out]: y = x W^T needs scales per column
-        rows, columns = sharded.shape(param)
+        rows, columns = _matrix_shape(param)
         shape = {"tensor": (1,), "row": (rows, 1), "tile": (-(-rows // BLOCK), -(-columns // BLOCK))}[self.granularity]
         start = max((w.scales.stop for w in self._weights.values()), default=0)
         start += -start % SCALE_STRIDE
@@ -170,7 +176,7 @@ class GemmWeights:
 
         Elements outside the range are zero in the first and last row.
         """
-        columns = sharded.shape(param)[1]
+        columns = sharded.shape(param)[-1]
         lead = start % columns
         rows = F.pad(values, (lead, -(lead + values.numel()) % columns)).view(-1, columns)
         return rows, start // columns, lead
@@ -229,7 +235,7 @@ class GemmWeights:
 
     def operand(self, param: Parameter, codes: Tensor, start: int = 0) -> Float8Operand:
         """The operand of a weight. Its codes are in flat FP8 `codes` from `start` on, in rank order, and stay there."""
-        shape = tuple(sharded.shape(param))
+        shape = _matrix_shape(param)
         # One operation instead of three for each of some 340 operands per step of 24 blocks.
         matrix = codes.as_strided(shape, (shape[1], 1), codes.storage_offset() + start)
         return Float8Operand(matrix, self._scales[sharded.key(param)], shape, self.granularity)

@@ -1,0 +1,38 @@
+"""Packed experts in FP8 and MX under ZeRO-3: weights that arrive as operands, losses beside stock's, resuming."""
+
+import expert_compute_jobs as jobs
+import pytest
+from ranks import run_two
+
+FP8 = {"compute": jobs.COMPUTE}
+RUNS = {
+    "fp8-lm": ("fp8-lm", FP8),
+    "fp8-lm-zeropp": ("fp8-lm-zeropp", FP8),
+    "rows": ("zeropp", {"compute": {**jobs.COMPUTE, "scaling": "per_channel"}}),
+    "mxfp8": ("mxfp8", {"compute": {"min_features": 32}}),
+}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("options", [{}, {"fields": {"secondary": {"scope": "node"}}, "accumulation": 2}])
+def test_codes_from_the_wire_equal_a_cast_of_the_gathered_weight(kind, options):
+    """The same codes of each stack, so the same bits."""
+    for differs, losses in run_two(jobs.cast_and_gathered, kind=kind, scaling="current", **options):
+        assert not differs and len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("kind", jobs.KINDS)
+def test_losses_beside_stock(kind):
+    """Of recipes that send the codes that are multiplied, of scales per row, and of MX."""
+    for found in run_two(jobs.beside_stock, kind=kind, runs=RUNS):
+        stock = found.pop("stock")
+        for name, (losses, (projections, operands)) in found.items():
+            assert losses == pytest.approx(stock, rel=2e-2), name
+            # 48 columns are no blocks of 32.
+            assert projections == (0 if (kind, name) == ("Qwen3Moe", "mxfp8") else 4), name
+            assert operands == (4 if name.startswith("fp8-lm") else 0), name
+
+
+def test_a_run_resumes():
+    """The histories of experts' operands come back with the checkpoint."""
+    assert run_two(jobs.resumes, kind="Mixtral", recipe="fp8-lm-zeropp", fields=FP8) == [{}] * 2
