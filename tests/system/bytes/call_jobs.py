@@ -59,7 +59,8 @@ def of_a_block(recipes: list[str]) -> dict[str, tuple[float, dict[str, float]]]:
     """By recipe: calls that one more block costs, and which they are."""
     found = {}
     for recipe in recipes:
-        few, many = (_calls(layers, recipe) for layers in (2, 6))
+        whole = {"weights": {"difference": "none"}} if recipe.endswith("-whole") else {}
+        few, many = (_calls(layers, recipe.removesuffix("-whole"), **whole) for layers in (2, 6))
         each = {name: (count - few[name]) / 4 for name, count in many.items() if count != few[name]}
         found[recipe] = sum(each.values()), each
     return found

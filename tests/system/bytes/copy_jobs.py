@@ -20,7 +20,8 @@ KINDS = ("weights_forward", "weights_backward")
 
 def spec_of(recipe="zeropp-pcie", secondary=None, accumulation=1, frozen=(), fields=None):
     """Of a small Llama; `secondary` and `fields` on top of the recipe, `frozen`: parts of names."""
-    chosen = section(recipe, **{**({"secondary": secondary} if secondary else {}), **(fields or {})})
+    whole = {"weights": {"difference": "none"}}  # bytes of differences are those of what a step has changed
+    chosen = section(recipe, **{**whole, **({"secondary": secondary} if secondary else {}), **(fields or {})})
     return Spec(chosen, config={"gradient_accumulation_steps": accumulation}, adapted=freezing(*frozen))
 
 

@@ -57,7 +57,8 @@ BETWEEN = {**LOOKS, "evaluate": _evaluate, "look": _look, "write": _write, "gene
 def _sent(way, stays, folder):
     """(what is done before it, what it is said to send) of each step; and what the start table says."""
     stored, chosen, metrics = way == "stored", random.Random(0), []
-    config = section_of("zeropp", frozen=STORED) if stored else section_of(way)
+    whole = {"weights": {"difference": "none"}}  # bytes of differences are those of what a step has changed
+    config = section_of("zeropp", frozen=STORED, **whole) if stored else section_of(way, **whole)
     spec = Spec(config, "bf16", {"zero_optimization": STAYS[stays]}, adapted=freezing(*["mlp"] * stored))
     # Steps after these work more: copies of frozen weights come anew when the weights were written; and after an
     # evaluation in another order a step learns the order of fetches anew.
@@ -89,7 +90,9 @@ def log_of_trainer(folder):
     from trainer_feature_jobs import _automatic, _text, _trainer
 
     every_other = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer = _trainer("zeropp", folder, 7, llama(), _text(), config=_automatic("zeropp"), **every_other)
+    config = _automatic("zeropp")
+    config["zeropp_fp8"] = section_of("zeropp", ranks_per_node=1, weights={"difference": "none"})
+    trainer = _trainer("zeropp", folder, 7, llama(), _text(), config=config, **every_other)
     zeropp_fp8.integrations.log_metrics(trainer)
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -29,7 +29,8 @@ def _lora_bytes(recipe, fields, micro_batches, shape, rank, targets):
         return with_adapters(model, r=rank, target_modules=targets)
 
     config, model = {"gradient_accumulation_steps": micro_batches}, functools.partial(llama, **shape)
-    spec = Spec(section(recipe, **fields), "bf16", config, model, adapted=adapted)
+    whole = {"weights": {"difference": "none"}}  # bytes of differences are those of what a step has changed
+    spec = Spec(section(recipe, **whole, **fields), "bf16", config, model, adapted=adapted)
     steps, base = [step] * micro_batches, sum(p.numel() for p in model().parameters())
     data = batches(10**6, dist.get_rank(), vocab=shape["vocab"])
     before, after, held = run(spec, [*steps * 2, see(_sent), *steps, see(_sent), see(_held)], data=data).seen

@@ -165,7 +165,7 @@ def test_the_start_table():
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_plan_counts_as_engines_do(limited, micro_batches):
     """Bytes of weights and what stays, with all copies and with some; up to norms and padding."""
-    model, method = Model(124_224, 64, 2, 256), METHODS["zeropp-pcie"]
+    model, method = Model(124_224, 64, 2, 256), METHODS["zeropp-pcie-whole"]
     for run in (run for found in limited[micro_batches] for run in found[1:]):
         cluster, kept = Cluster(2, 1, 10), run["kept bytes"]
         job = Job(model, cluster, 32, micro_batches=micro_batches, kept_parameters=0, copies=kept)

@@ -18,11 +18,11 @@ NUMEL = 2 * 4096 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 88 + 2 * 32) + 32  # of gath
     [
         ("zeropp", ONE_NODE, {}, False, IN_IT),
         ("zeropp", NO_COPY, {}, False, ACROSS),
-        ("zeropp", {}, {}, True, f"as received {NUMEL} one copy in 2 rank(s); backward stays there"),
+        ("zeropp", {}, {}, True, f"added to {NUMEL} one copy in 2 rank(s); backward stays there"),
         ("lossless", {"topology": {"ranks_per_node": 1}}, {}, False, ACROSS),
         ("zeropp", {"partition": "whole_tensor", **NO_COPY}, {}, False, ACROSS),
         ("zeropp", {**INT4, **ONE_NODE}, LORA, False, IN_IT),
-        ("zeropp", INT4, LORA, True, "as received"),
+        ("zeropp", INT4, LORA, True, "added to"),
     ],
     ids=["one node", "no copy", "two nodes", "a rank a node", "owners", "stored", "stored, two nodes"],
 )
