@@ -13,17 +13,14 @@ beat, and the casts as the layer does them. torchao is measured eager and with t
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.compute import BF16, RUNS, TORCHAO, choose, converted, head_of
-from benchmarks.harness.measuring import host_ms
+from benchmarks.harness.measuring import host_ms, interleaved_ms
 from benchmarks.harness.results import write_result
 from examples.options import new_file, several, whole
 from zeropp_fp8.compute.gemm import matmul_nt
@@ -34,32 +31,6 @@ COMPILED = " compiled"
 TARGETS = {"current": 1.35, "delayed": 1.35, "per_channel": 1.25, "block": 1.1}
 STRETCH = {"current": 1.5}
 ROTATING_INPUTS = 3
-SLEEP_CYCLES_PER_S = 2.0e9  # at least the device's clock: it sleeps as long as asked for, or longer
-
-
-def interleaved_ms(works: dict[str, Callable[[], None]], device: torch.device, rounds: int, repeats: int) -> dict:
-    """Median device time of each of `works`, which take turns: every round runs each of them `repeats` times."""
-    issue_s = {}
-    for name, work in works.items():
-        for _ in range(3):
-            work()
-        issue_s[name] = host_ms(work, device, 3) / 1e3
-    times = defaultdict(list)
-    for _ in range(rounds):
-        for name, work in works.items():
-            if device.type != "cuda":
-                times[name] += [host_ms(work, device, 1) for _ in range(repeats)]
-                continue
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-            torch.cuda._sleep(int(SLEEP_CYCLES_PER_S * min(0.2, 1.5 * repeats * issue_s[name])))
-            work()  # not timed: it finds another run's data in the cache
-            events[0].record()
-            for event in events[1:]:
-                work()
-                event.record()
-            torch.cuda.synchronize()
-            times[name] += [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 class LayerInputs:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import profiling
 from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
-from benchmarks.harness.hf_llama import llama_config, sharded_llama
+from benchmarks.harness.hf_llama import llama_config, sharded_model
 from benchmarks.harness.lora import adamw, with_adapters
 from benchmarks.harness.measuring import Meter, host_ms, random_tokens, timed
 from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
@@ -93,7 +93,7 @@ def engine_of(run: str, args, device: torch.device):
     config = ds_config(section, args.batch, small=SIZES[args.size].small, lean=False, bf16=args.bf16)
     if run == "stock-hpz":
         config["zero_optimization"]["zero_hpz_partition_size"] = args.ranks // args.nodes
-    model = sharded_llama(SIZES[args.size], config)
+    model = sharded_model(SIZES[args.size], config)
     model = with_adapters(model, 0) if lora else model
     if run == "stock-leaf":
         deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])

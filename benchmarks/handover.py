@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
-from benchmarks.harness.hf_llama import sharded_llama
+from benchmarks.harness.hf_llama import sharded_model
 from benchmarks.harness.lora import adamw, with_adapters
 from benchmarks.harness.measuring import Meter, random_tokens, timed
 from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
@@ -69,7 +69,7 @@ def engine_of(run: str, args, device: torch.device):
     zeropp_fp8.disable() if section is None else zeropp_fp8.enable()
     size = SIZES[args.size]
     config = ds_config(section, 1, small=size.small, lean=True, bf16=args.bf16)
-    model = sharded_llama(size, config)
+    model = sharded_model(size, config)
     model = with_adapters(model, 0) if lora else model
     engine = deepspeed.initialize(model=model, optimizer=adamw(model, device, lr=args.lr), config=config)[0]
     batches = random_tokens(size.vocabulary, 1, 64, device)

@@ -114,7 +114,7 @@ def train(args, address: str, device: torch.device, connection) -> list[dict]:
     import deepspeed
 
     import zeropp_fp8
-    from benchmarks.harness.hf_llama import sharded_llama
+    from benchmarks.harness.hf_llama import sharded_model
     from benchmarks.harness.lora import adamw
     from benchmarks.harness.zero3 import ds_config
     from zeropp_fp8.handover import Transfer, WeightSource
@@ -122,7 +122,7 @@ def train(args, address: str, device: torch.device, connection) -> list[dict]:
     zeropp_fp8.enable()
     size = SIZES[args.size]
     config = ds_config({"recipe": "lossless"}, 1, small=size.small, lean=True, bf16=True)
-    model = sharded_llama(size, config)
+    model = sharded_model(size, config)
     engine = deepspeed.initialize(model=model, optimizer=adamw(model, device, lr=args.lr), config=config)[0]
     batches = random_tokens(size.vocabulary, 1, 64, device)
 

@@ -38,7 +38,7 @@ from benchmarks.harness.lora import (
 from benchmarks.harness.measuring import random_tokens, timed_steps
 from benchmarks.harness.nodes import GBIT, set_rate_everywhere
 from benchmarks.harness.question import Question, rounds
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE
 from benchmarks.harness.tables import cell, link_of
 
 TARGET_GBIT = 25.0
@@ -50,10 +50,10 @@ def measure(run: str, args, device: torch.device) -> dict:
     """The row of one run in one round; bytes are those of the rank that has most."""
     if args.gbit is not None:
         set_rate_everywhere(None)  # what is sent while it is built is not measured
-    trainer = made(run, args, SIZES[args.size], device)
+    trainer = made(run, args, EVERY_SIZE[args.size], device)
     if args.gbit:
         set_rate_everywhere(args.gbit)
-    batches = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device)
+    batches = random_tokens(EVERY_SIZE[args.size].vocabulary, args.micro_batch, args.sequence, device)
     first = timed_steps(trainer, batches, 0, args.warmup, device)
     before = trainer.sent()
     trainer.meter.bytes()  # frees what is cached
@@ -148,7 +148,7 @@ def show(result: dict) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = command(__doc__, "lora_step", SECTIONS, SIZES, "8b" if on_gpu else "tiny-gqa")
+    parser = command(__doc__, "lora_step", SECTIONS, EVERY_SIZE, "8b" if on_gpu else "tiny-gqa")
     add_link(parser)
     add_batch(parser, sequence=1024 if on_gpu else 64)
     add_checkpointing(parser, default=False)

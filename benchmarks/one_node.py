@@ -42,7 +42,7 @@ from benchmarks.harness.measuring import Steps, micro_batches, random_tokens, re
 from benchmarks.harness.nodes import PLACES, ranks_apart, set_rate_everywhere
 from benchmarks.harness.peers import MODELS, SECTIONS, TORCHAO, made
 from benchmarks.harness.question import Question
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE
 from benchmarks.harness.tables import cell, verdict
 from examples.options import whole
 
@@ -75,7 +75,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    tokens = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device)
+    tokens = random_tokens(EVERY_SIZE[args.size].vocabulary, args.micro_batch, args.sequence, device)
     batches = micro_batches(tokens, args.accumulation)
     row = {"run": run, "link": args.link, "round": args.round, "reached_gbit": reached}
     row |= timed_steps(Steps(trainer), batches, args.warmup, args.steps, device)
@@ -133,7 +133,7 @@ def compare(rows: list[dict], settings: dict) -> list[dict]:
         line["times_best_peer"] = best and best["step_ms"] / line["step_ms"]
         for runs, than, times in TARGETS[line["link"] == NVLINK]:
             other = by_run.get(than) if than else best
-            if name in runs and other and not SIZES[settings["size"]].small:
+            if name in runs and other and not EVERY_SIZE[settings["size"]].small:
                 line["target_met"] = other["step_ms"] / line["step_ms"] >= times
     return lines
 

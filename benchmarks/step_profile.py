@@ -30,7 +30,7 @@ from benchmarks.harness.nodes import launch, two_nodes
 from benchmarks.harness.peers import MODELS, RUNS, made
 from benchmarks.harness.profiling import device_profile, host_profile
 from benchmarks.harness.results import append_to, begin_result, end_result
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE
 from examples.options import finite, new_file, whole
 
 
@@ -42,7 +42,7 @@ def worker(args) -> None:
     for run in args.runs:
         found = forget_memory(device)
         trainer = made(run, args, device)
-        batches = random_tokens(SIZES[args.model].vocabulary, args.micro_batch, args.tokens, device)
+        batches = random_tokens(EVERY_SIZE[args.model].vocabulary, args.micro_batch, args.tokens, device)
         times, peak = [], Meter(device, found)
         for _ in range(args.warmup + args.steps):
             tokens = next(batches)

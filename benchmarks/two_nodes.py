@@ -57,7 +57,7 @@ from benchmarks.harness.peers import (
     made,
 )
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE
 from examples.options import finite, new_file, whole
 
 ONE_NODE = "nvlink"  # all ranks in one node
@@ -162,7 +162,7 @@ def measure(run: str, args, device) -> None:
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    tokens = random_tokens(SIZES[args.model].vocabulary, args.micro_batch, args.tokens, device)
+    tokens = random_tokens(EVERY_SIZE[args.model].vocabulary, args.micro_batch, args.tokens, device)
     batches, engine = micro_batches(tokens, args.accumulation), trainer.session
     counters = {"ledger_bytes_per_node_step": lambda: _ledger_bytes(engine)} if engine else {}
     more = args.quantized_gbit if run in QUANTIZED and ONE_NODE not in args.gbit else []

@@ -1,11 +1,16 @@
-"""transformers' Llama in the sizes of benchmarks."""
+"""transformers' Llama and Qwen3-MoE in the sizes of benchmarks."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 from torch import nn
 
 from benchmarks.harness.llama import EPSILON, ROPE_BASE
-from benchmarks.harness.sizes import Size
+from benchmarks.harness.sizes import MixtureSize, Size
 
 
 def llama_config(size: Size):
@@ -29,10 +34,66 @@ def llama_config(size: Size):
     )
 
 
-def sharded_llama(size: Size, config: dict) -> nn.Module:
-    """A Llama with torch's own random weights, in shards from the beginning: no rank holds more than a layer of it."""
-    import deepspeed
+def mixture_config(size: MixtureSize):
+    """transformers' configuration of a Qwen3-MoE."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        moe_intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        num_experts=size.experts,
+        num_experts_per_tok=size.chosen,
+        norm_topk_prob=True,
+        rms_norm_eps=EPSILON,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def maker_of(size: Size) -> Callable[[], nn.Module]:
+    """A Llama or a mixture of a size, with torch's own random weights, when it is called.
+
+    Classes of mixtures that are imported in zero.Init lose what transformers' decorators give them.
+    """
+    if isinstance(size, MixtureSize):
+        from transformers import Qwen3MoeForCausalLM
+
+        return lambda: Qwen3MoeForCausalLM(mixture_config(size))
     from transformers import LlamaForCausalLM
 
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        return LlamaForCausalLM(llama_config(size))
+    return lambda: LlamaForCausalLM(llama_config(size))
+
+
+def sharded_model(size: Size, config: dict) -> nn.Module:
+    """A model of a size in shards from the beginning: no rank holds more than a layer of it."""
+    import deepspeed
+
+    make = maker_of(size)
+    with _random_experts(size), deepspeed.zero.Init(config_dict_or_path=config):
+        return make()
+
+
+@contextlib.contextmanager
+def _random_experts(size: Size) -> Iterator[None]:
+    """Packed experts have values when they are made: transformers writes them later, into what is cut by then."""
+    if not isinstance(size, MixtureSize):
+        yield
+        return
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    plain = Qwen3MoeExperts.__init__
+
+    @functools.wraps(plain)
+    def initialized(self, config, *args, **kwargs):
+        plain(self, config, *args, **kwargs)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=config.initializer_range)
+
+    with mock.patch.object(Qwen3MoeExperts, "__init__", initialized):
+        yield

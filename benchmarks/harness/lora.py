@@ -16,6 +16,7 @@ the blocks; embedding, lm_head and norms stay in 16 bits, with bnb too.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.environment import forget_memory
-from benchmarks.harness.hf_llama import llama_config, sharded_llama
+from benchmarks.harness.hf_llama import llama_config, sharded_model
 from benchmarks.harness.measuring import Meter
 from benchmarks.harness.sizes import Size
 from benchmarks.harness.zero3 import CLIP, ds_config
+from zeropp_fp8 import sharded
+from zeropp_fp8.compute.experts import packed_experts
 
 STOCK, ZEROPP, QLORA, BNB = "stock-lora", "zeropp-lora", "nf4-dq", "bnb"
 
@@ -102,14 +105,17 @@ def _linear_4bit(linear: nn.Linear, device: torch.device) -> nn.Module:
     return made.to(device)  # quantizes
 
 
-def frozen_linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The linear layers of a Llama's blocks, before there are adapters."""
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in LAYERS]
+def frozen_weights(model: nn.Module) -> dict[int, int]:
+    """{id: elements} of weights of the blocks' linear layers, and of packed experts, before there are adapters."""
+    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in LAYERS]
+    experts = [weight for module in model.modules() for weight in packed_experts(module)]
+    found = {id(layer.weight): layer.in_features * layer.out_features for layer in layers}
+    return found | {id(weight): math.prod(sharded.shape(weight)) for weight in experts}
 
 
 def other_bytes(model: nn.Module) -> int:
-    """Bytes that a rank has of everything but the weights of these layers."""
-    frozen = {id(layer.weight) for layer in frozen_linear_layers(model)}
+    """Bytes that a rank has of everything but these weights."""
+    frozen = frozen_weights(model)
     params = [getattr(p, "ds_tensor", p) for p in model.parameters() if id(p) not in frozen]
     return sum(tensor.nbytes for tensor in (*params, *model.buffers()))
 
@@ -139,7 +145,7 @@ class Training:
     """Numbers of a fine-tuning while it is made.
 
     Attributes:
-        parameters, frozen_parameters: of the base model; of the linear layers of its blocks.
+        parameters, frozen_parameters: of the base model; of its blocks' linear layers and packed experts.
         model_bytes: of this rank once the base model is made; making_peak: the most until then, None on a CPU.
         frozen_bytes: of these without what else is known to be there.
         engine_bytes: of this rank once all is made; engine_peak: the most until then, None on a CPU.
@@ -155,10 +161,9 @@ class Training:
     def _base_is_made(self, model: nn.Module, checkpointing: bool) -> None:
         self.making_peak, self.model_bytes = self.meter.peak(), self.meter.bytes()
         self.frozen_bytes = self.model_bytes - other_bytes(model)
-        layers = frozen_linear_layers(model)
-        self.frozen_parameters = sum(layer.in_features * layer.out_features for layer in layers)
-        weights = {id(layer.weight) for layer in layers}
-        others = [p for p in model.parameters() if id(p) not in weights]
+        frozen = frozen_weights(model)
+        self.frozen_parameters = sum(frozen.values())
+        others = [p for p in model.parameters() if id(p) not in frozen]
         self.parameters = self.frozen_parameters + sum(getattr(p, "ds_numel", p.numel()) for p in others)
         # Stock's leaf modules drop the first layer's weights before its backward where no input requires gradients.
         model.enable_input_require_grads()
@@ -204,14 +209,14 @@ class LoraRun(Training):
         super().__init__(device, seed)
         self.with_plugin = section is not None
         config = ds_config(section, micro_batch, small=small, lean=lean, bf16=bf16)
-        model = make_model(config)
-        self._base_is_made(model, checkpointing)
-        model = with_adapters(model, seed)
+        base = make_model(config)
+        self._base_is_made(base, checkpointing)
+        model = with_adapters(base, seed)
         if leaf:
-            deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+            deepspeed.utils.set_z3_leaf_modules(model, [type(base.model.layers[0])])
         chosen = adamw(model, device, **(optimizer or {}))
         self.engine = deepspeed.initialize(model=model, optimizer=chosen, config=config)[0]
-        del model
+        del model, base
         self.engine_peak, self.engine_bytes = self.meter.peak(), self.meter.bytes()
 
     def loss(self, tokens: Tensor) -> Tensor:
@@ -281,7 +286,7 @@ def made(run: str, args, size: Size, device: torch.device, lean: bool = False) -
         return BnbRun(size, device, checkpointing=args.checkpointing)
     return LoraRun(
         SECTIONS[run],
-        lambda config: sharded_llama(size, config),
+        lambda config: sharded_model(size, config),
         device,
         micro_batch=args.micro_batch,
         leaf=run == STOCK,

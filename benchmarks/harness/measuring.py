@@ -7,6 +7,7 @@ import gc
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from benchmarks.harness.environment import forget_memory
 from benchmarks.harness.nodes import GBIT, sent_bytes, tcp_timeouts
+
+SLEEP_CYCLES_PER_S = 2.0e9  # at least the device's clock: it sleeps as long as asked for, or longer
 
 
 def live_bytes(device: torch.device) -> int:
@@ -177,6 +180,31 @@ def host_ms(work: Callable[[], None], device: torch.device, repeats: int = 5) ->
         times.append(1e3 * (time.perf_counter() - begin))
     synchronize(device)
     return statistics.median(times)
+
+
+def interleaved_ms(works: dict[str, Callable[[], None]], device: torch.device, rounds: int, repeats: int) -> dict:
+    """Median device time of each of `works`, which take turns: every round runs each of them `repeats` times."""
+    issue_s = {}
+    for name, work in works.items():
+        for _ in range(3):
+            work()
+        issue_s[name] = host_ms(work, device, 3) / 1e3
+    times = defaultdict(list)
+    for _ in range(rounds):
+        for name, work in works.items():
+            if device.type != "cuda":
+                times[name] += [host_ms(work, device, 1) for _ in range(repeats)]
+                continue
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+            torch.cuda._sleep(int(SLEEP_CYCLES_PER_S * min(0.2, 1.5 * repeats * issue_s[name])))
+            work()  # not timed: it finds another run's data in the cache
+            events[0].record()
+            for event in events[1:]:
+                work()
+                event.record()
+            torch.cuda.synchronize()
+            times[name] += [start.elapsed_time(end) for start, end in pairwise(events)]
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def limit_memory(gib: float | None, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""ZeRO-3 of all kinds and FSDP on one transformers Llama: what this project is compared with between nodes.
+"""ZeRO-3 of all kinds and FSDP on one model of transformers: what this project is compared with between nodes.
 
 Each builds its engine and gives step(*tokens) -> loss (tokens of a micro-batch each), session (the plugin's engine, or
 None) and close().
@@ -28,12 +28,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.profiler import record_function
-from transformers import LlamaForCausalLM
 
 from benchmarks.harness.environment import build_in_tree_op, forget_in_tree_groups
-from benchmarks.harness.hf_llama import llama_config
+from benchmarks.harness.hf_llama import maker_of
 from benchmarks.harness.profiling import BACKWARD, FORWARD, UPDATE
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE
 from benchmarks.harness.zero3 import in_tree_zero
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
@@ -60,16 +59,16 @@ IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
 FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
 RUNS = ("stock-zero2", "stock", "stock-leaf", STOCK_MUON, *SECTIONS, *FSDP, *IN_TREE)
-MODELS = ("1.3b", "small", "tiny")
+MODELS = ("1.3b", "small", "tiny", "4b-moe", "tiny-moe")
 LR = 1e-4
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
 
 
 def build_model(name: str, device: torch.device) -> nn.Module:
-    """A Llama with transformers' own random weights."""
+    """A Llama or a mixture with transformers' own random weights."""
     torch.manual_seed(0)
     with device:
-        return LlamaForCausalLM(llama_config(SIZES[name]))
+        return maker_of(EVERY_SIZE[name])()
 
 
 def make_optimizer(model, lr: float):
@@ -89,7 +88,7 @@ def ds_config(run: str, args, lr: float = LR) -> dict:
         "stage3_max_live_parameters": int(2e8),
         "stage3_max_reuse_distance": int(2e8),
     }
-    if SIZES[args.model].small:  # it would stay gathered: every tensor is below these limits
+    if EVERY_SIZE[args.model].small:  # it would stay gathered: every tensor is below these limits
         zero |= {
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
@@ -130,7 +129,7 @@ class DeepSpeedRun:
         forget_in_tree_groups()
         model = build_model(args.model, device)
         if run.endswith("-leaf"):
-            deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
         optimizer = None if uses_muon(run) else make_optimizer(model, lr)
         config = ds_config(run, args, lr)
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -18,7 +18,7 @@ from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
 from benchmarks.harness.measuring import limit_memory
 from benchmarks.harness.nodes import two_nodes
 from benchmarks.harness.results import append_to, begin_result, end_result
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Question:
             self._work(argparse.Namespace(**json.loads(sys.argv[2])))
             return
         args = self.parse()
-        settings = {name: getattr(args, name) for name in self.settings} | {"model": vars(SIZES[args.size])}
+        settings = {name: getattr(args, name) for name in self.settings} | {"model": vars(EVERY_SIZE[args.size])}
         args.out = str(Path(args.out).resolve())  # ranks may run elsewhere
         begin_result(args.out, describe(self.name) | {"settings": settings})
         deadline, module = time.monotonic() + args.timeout, self.worker or f"benchmarks.{self.name}"

@@ -1,4 +1,4 @@
-"""Sizes of the Llamas that benchmarks train, each in one place."""
+"""Sizes of the models that benchmarks train, each in one place."""
 
 from __future__ import annotations
 
@@ -50,6 +50,37 @@ SIZES = {
     "tiny-gqa": Size(hidden=256, intermediate=768, layers=3, heads=4, kv_heads=2, vocabulary=512),
     "tiny-bytes": Size(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, vocabulary=256),
 }
+
+
+@dataclass(frozen=True)
+class MixtureSize(Size):
+    """Sizes of a Qwen3-MoE. `intermediate` is that of an expert, of which a token takes `chosen`."""
+
+    head_dim: int
+    experts: int
+    chosen: int
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of a layer, of all experts."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + self.experts * (3 * self.hidden * self.intermediate + self.hidden)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return super().parameters + 2 * self.layers * self.head_dim
+
+
+_A3B = {"hidden": 2048, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "experts": 128, "chosen": 8}
+MIXTURES = {
+    "30b-a3b": MixtureSize(layers=48, vocabulary=151936, **_A3B),  # Qwen3-30B-A3B
+    "4b-moe": MixtureSize(layers=6, vocabulary=32000, **_A3B),  # the same, cut
+    "tiny-moe": MixtureSize(
+        hidden=128, intermediate=64, layers=2, heads=4, kv_heads=2, vocabulary=512, head_dim=32, experts=8, chosen=2
+    ),
+}
+EVERY_SIZE = SIZES | MIXTURES
 PEAK_FLOPS = 989e12  # of an H200 (and H100) in dense bf16; the same for all runs, so that FP8 may exceed its half
 
 

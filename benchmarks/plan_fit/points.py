@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.sizes import MIXTURES
 from zeropp_fp8.plan import METHODS, Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.job import require_positive
 
@@ -194,6 +195,12 @@ def _model(row: dict, source: str) -> Model:
     return MODELS[name]
 
 
+def _of_mixture(row: dict) -> bool:
+    """Whether a model is one of experts, of which the plan knows nothing."""
+    model = row.get("model")
+    return "experts" in model if isinstance(model, dict) else model in MIXTURES
+
+
 def _apart(row: dict, rows: list[dict]) -> Cluster | None:
     """Ranks of one node with nothing but a shaped link each (benchmarks/one_node.py): as nodes of one GPU. A host may
     move less than the rate: the link is what an all-gather has reached on it, in the middle of the run's rounds."""
@@ -293,7 +300,7 @@ def _points_of(file: Path) -> list[MeasuredPoint]:
             return []
         if result.get("question") == RLHF:
             return [point for row in _rows(result) if "training_ms" in row for point in _phases(row, file.name)]
-        rows = [row for row in _rows(result) if row.get("step_ms") and "run" in row]
+        rows = [row for row in _rows(result) if row.get("step_ms") and "run" in row and not _of_mixture(row)]
         return _over_rounds([(row.get("version"), _point(row, file.name, rows)) for row in rows])
     except PlanError:
         raise
