@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 from torch import nn
@@ -13,25 +14,28 @@ from benchmarks.harness.llama import EPSILON, ROPE_BASE
 from benchmarks.harness.sizes import MixtureSize, Size
 
 
+def _of_both(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "rms_norm_eps": EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
+        "max_position_embeddings": 1 << 20,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+
+
 def llama_config(size: Size):
     """transformers' configuration of a Llama."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        rms_norm_eps=EPSILON,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
-        max_position_embeddings=1 << 20,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    return LlamaConfig(intermediate_size=size.intermediate, **_of_both(size))
 
 
 def mixture_config(size: MixtureSize):
@@ -39,20 +43,12 @@ def mixture_config(size: MixtureSize):
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
         moe_intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
         head_dim=size.head_dim,
         num_experts=size.experts,
         num_experts_per_tok=size.chosen,
         norm_topk_prob=True,
-        rms_norm_eps=EPSILON,
-        max_position_embeddings=1 << 20,
-        tie_word_embeddings=False,
-        use_cache=False,
+        **_of_both(size),
     )
 
 
