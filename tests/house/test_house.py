@@ -22,16 +22,16 @@ LINES = {
     "compute": 2377,
     "config": 1773,
     "doctor": 1414,
-    "formats": 2532,
+    "formats": 2537,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
     "plan": 1817,
     "plugin": 1778,
-    "zero": 2955,
+    "zero": 2961,
     "zero/checkpoint": 385,
     "zero/export": 440,
-    "zero/frozen": 1280,
+    "zero/frozen": 1281,
     "zero/gather": 2727,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 382, "FSDP2": 1000}
+ALLOWED = {"experts": 370, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -21,6 +21,11 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) == 2
 
 
+def one_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a matrix; of a stack with the rows of all its matrices, one after the other."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
 def is_stack(shape: Sequence[int]) -> bool:
     """Whether it is a stack of matrices, such as packed experts [experts, out, in]."""
     return len(shape) == 3

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import all_reduce
+from zeropp_fp8.compute.experts import Projection
 from zeropp_fp8.compute.gemm import execution
+from zeropp_fp8.compute.grouped import has_grouped_gemm
 from zeropp_fp8.config import patterns_of_gemms
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import Row, StagePart, shown
@@ -59,6 +61,10 @@ class ComputeScaling(StagePart):
             ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
             ("", "", 0, execution(device, compute.scaling)),
         ]
+        experts = sum(isinstance(layer, Projection) for layer in conversion.converted.values())
+        if experts and device.type == "cuda" and compute.scaling != "mx":
+            how = "bf16 ones on FP8 tensor cores, others" if has_grouped_gemm(device) else "no groups of FP8 rows here:"
+            rows.append(("packed experts", "", 0, f"{experts} weights; {how} emulated one after the other"))
         if compute.scaling == "delayed" and self.session.config.compile == "none":  # graphs are unfused
             where = "" if device.type == "cuda" else "; done on a GPU only, not here"
             remark = f"{len(conversion.fused)} norms and gated products hand codes to the layer after them{where}"

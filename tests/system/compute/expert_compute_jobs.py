@@ -8,10 +8,14 @@ import compute_jobs
 import torch
 import torch.distributed as dist
 import transformers
+from frozen_jobs import with_lora
 from models import batches, section
 from running import Spec, differing, other, resumed, run, see, step
 
+import zeropp_fp8
 from zeropp_fp8.compute.experts import Projection
+from zeropp_fp8.zero.frozen.store import stored_weight
+from zeropp_fp8.zero.gather.attached import unit_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {
@@ -55,6 +59,40 @@ def beside_stock(kind, runs):
         trace = run(spec, [*[step] * 4, see(experts_of)], data=data)
         found[name] = trace.losses, *trace.seen
     return found
+
+
+def _operands_at_rest(engine):
+    """How many of the experts' weights are multiplied as they rest."""
+    stacks = [p for p in engine.module.parameters() if len(p.ds_shape) == 3]
+    return sum(p in unit_of(p).storage.operands for p in stacks if stored_weight(p) is not None)
+
+
+def frozen_stacks():
+    """Of LoRA over experts that rest in FP8 with a scale per stack: losses, which weights arrive as operands, and the
+    same where experts compute in 16 bits."""
+    fields = {"frozen": {"format": "fp8_e4m3", "scales": "tensor"}, "compute": {**COMPUTE, "scaling": "current"}}
+    plain = {"frozen": fields["frozen"]}
+    found = []
+    for each in (fields, plain):
+        spec = Spec(section("zeropp", **each), "bf16", model=functools.partial(mixture, "Mixtral"), adapted=with_lora)
+        operands = see(_operands_at_rest)
+        trace = run(spec, [*[step] * 3, operands], data=list(batches(3, dist.get_rank())))
+        found.append((trace.losses, *trace.seen))
+    return found
+
+
+def generated(recipe, fields):
+    """Tokens that engines generate in each way."""
+    spec, found = Spec(section(recipe, **fields), "bf16", model=functools.partial(mixture, "Mixtral")), {}
+    tokens = next(batches(1, 0))[:, :6]
+
+    def generate(engine):
+        for weights in ("codes", "values"):
+            with zeropp_fp8.generation(engine, weights=weights) as model, torch.no_grad():
+                found[weights] = model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False).shape
+        return found
+
+    return run(spec, [step, see(generate), step], data=list(batches(2, dist.get_rank()))).seen[0]
 
 
 def resumes(kind, recipe, fields):

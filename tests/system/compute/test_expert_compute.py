@@ -36,3 +36,14 @@ def test_losses_beside_stock(kind):
 def test_a_run_resumes():
     """The histories of experts' operands come back with the checkpoint."""
     assert run_two(jobs.resumes, kind="Mixtral", recipe="fp8-lm-zeropp", fields=FP8) == [{}] * 2
+
+
+def test_stacks_that_rest_in_fp8_are_multiplied_as_they_rest():
+    for (losses, operands), (plain, none) in run_two(jobs.frozen_stacks):
+        assert losses == pytest.approx(plain, rel=2e-2) and (operands, none) == (4, 0)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-lm", "fp8-lm-zeropp"])
+def test_generation(recipe):
+    for found in run_two(jobs.generated, recipe=recipe, fields=FP8):
+        assert found == {"codes": (2, 9), "values": (2, 9)}

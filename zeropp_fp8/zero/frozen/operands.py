@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import TensorScaledFormat
+from zeropp_fp8.formats.shapes import one_matrix
 from zeropp_fp8.zero.frozen.store import stored_weight
 from zeropp_fp8.zero.session import Session
 
@@ -63,7 +64,7 @@ class FrozenOperands:
             rows: the payloads of its slices, uint8 [slices, bytes].
             order: int64 [slices], which row holds slice s; None: row s.
         """
-        wire_format, shape, key = stored_weight(param).wire_format, tuple(sharded.shape(param)), sharded.key(param)
+        wire_format, shape, key = stored_weight(param).wire_format, one_matrix(sharded.shape(param)), sharded.key(param)
         scale = self._scales[key]
         if scale is None:
             scale = self._scales[key] = wire_format.decode_scales(rows[:1]).view(1)

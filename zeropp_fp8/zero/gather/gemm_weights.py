@@ -34,6 +34,7 @@ from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import BLOCK, Float8Operand, Granularity
 from zeropp_fp8.compute.products import LinearPrecision
 from zeropp_fp8.compute.scaling import SCALE_STRIDE
+from zeropp_fp8.formats.shapes import one_matrix
 from zeropp_fp8.zero.gather.waiting import named
 from zeropp_fp8.zero.session import Session
 
@@ -49,12 +50,6 @@ class _Weight:
     param: Parameter
     scales: slice
     scale_shape: tuple[int, ...]
-
-
-def _matrix_shape(param: Parameter) -> tuple[int, int]:
-    """(rows, columns); of packed experts the rows of all, one after the other."""
-    *rows, columns = sharded.shape(param)
-    return math.prod(rows), columns
 
 
 class GemmWeights:
@@ -90,7 +85,7 @@ class GemmWeights:
     def _add(self, param: Parameter, precision: LinearPrecision) -> None:
         if precision.weight_is_transposed and self.granularity == "row":
             return  # [in, out]: y = x W^T needs scales per column
-        rows, columns = _matrix_shape(param)
+        rows, columns = one_matrix(sharded.shape(param))
         shape = {"tensor": (1,), "row": (rows, 1), "tile": (-(-rows // BLOCK), -(-columns // BLOCK))}[self.granularity]
         start = max((w.scales.stop for w in self._weights.values()), default=0)
         start += -start % SCALE_STRIDE
@@ -235,7 +230,7 @@ class GemmWeights:
 
     def operand(self, param: Parameter, codes: Tensor, start: int = 0) -> Float8Operand:
         """The operand of a weight. Its codes are in flat FP8 `codes` from `start` on, in rank order, and stay there."""
-        shape = _matrix_shape(param)
+        shape = one_matrix(sharded.shape(param))
         # One operation instead of three for each of some 340 operands per step of 24 blocks.
         matrix = codes.as_strided(shape, (shape[1], 1), codes.storage_offset() + start)
         return Float8Operand(matrix, self._scales[sharded.key(param)], shape, self.granularity)
