@@ -32,7 +32,7 @@ LINES = {
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1281,
-    "zero/gather": 2727,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 2722,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
     "zero/owners": 1051,
@@ -40,7 +40,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 370, "FSDP2": 1000}
+ALLOWED = {"experts": 375, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60
