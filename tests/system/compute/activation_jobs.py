@@ -342,8 +342,9 @@ def means_over_ranks(losses):
 
 
 def spec_of(model, mpu, recipe="lossless", fp8=False):
+    whole = {"weights": {"difference": "none"}}  # bytes of differences are those of what a step has changed
     fields = {"activations": {"wire_format": "fp8"}} if fp8 else {}
-    return Spec(section(recipe, **fields), "bf16", model=model, given={"mpu": mpu})
+    return Spec(section(recipe, **whole, **fields), "bf16", model=model, given={"mpu": mpu})
 
 
 def train_split(fp8, steps=8, recipe="lossless", checkpointing=None):
