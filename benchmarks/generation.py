@@ -3,12 +3,15 @@
     python -m benchmarks.generation --ranks 4 --gbit 25 --out generation.json      # two emulated nodes; as root
     python -m benchmarks.generation --ranks 1                                      # one GPU, or a small model on a CPU
 
-transformers' `generate`, greedy, KV cache, random Llama in bf16, a prompt of random tokens, the same for all runs:
+transformers' `generate`, greedy, KV cache, random Llama or mixture in bf16, a prompt of random tokens, the same for all
+runs:
 
 plain, plain-lora     no DeepSpeed: the whole model on each GPU; with LoRA beside the layers
 stock, stock-leaf     stock DeepSpeed's ZeRO-3; with decoder layers as z3 leaf modules
 stock-hpz             stock with secondary shards inside a node (zero_hpz_partition_size)
 sharded               zeropp: `zeropp_fp8.generation(engine, weights="sharded")`, what is gathered comes from the node
+lossless              the same without a copy in the node, in 16 bits
+sharded-used, ...     of mixtures: the experts that some rank has tokens for (`"experts": {"gather": "used"}`)
 values, codes         zeropp: all weights, or their INT8 codes, stay on each rank for the rollout
 qlora-values          NF4 store with LoRA; adapters merged into the values that stay
 qlora-codes           the same with codes that stay, and adapters beside them
@@ -35,12 +38,12 @@ from torch import Tensor, nn
 
 from benchmarks.harness import profiling
 from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
-from benchmarks.harness.hf_llama import llama_config, sharded_model
+from benchmarks.harness.hf_llama import maker_of, sharded_model
 from benchmarks.harness.lora import adamw, with_adapters
 from benchmarks.harness.measuring import Meter, host_ms, random_tokens, timed
 from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
 from benchmarks.harness.question import Question
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE, MIXTURES
 from benchmarks.harness.tables import cell
 from benchmarks.harness.zero3 import ds_config
 from examples.options import whole
@@ -53,6 +56,9 @@ RUNS: dict[str, tuple[dict | None, str | None, bool]] = {
     "stock-leaf": (None, None, False),
     "stock-hpz": (None, None, False),
     "sharded": ({"recipe": "zeropp"}, "sharded", False),
+    "sharded-used": ({"recipe": "zeropp", "experts": {"gather": "used"}}, "sharded", False),
+    "lossless": ({"recipe": "lossless"}, "sharded", False),
+    "lossless-used": ({"recipe": "lossless", "experts": {"gather": "used"}}, "sharded", False),
     "values": ({"recipe": "zeropp"}, "values", False),
     "codes": ({"recipe": "zeropp"}, "codes", False),
     "qlora-values": ({"recipe": "qlora"}, "values", True),
@@ -64,20 +70,19 @@ RUNS |= {run + GRAPH: RUNS[run] for run in ("values", "codes", "qlora-values", "
 COMPILED = "plain-compiled"
 RUNS[COMPILED] = RUNS["plain"]
 PLAIN = ("plain", "plain-lora", COMPILED)
-SLOW = ("stock", "stock-leaf", "stock-hpz", "sharded")
+USED = ("sharded-used", "lossless-used")
+SLOW = ("stock", "stock-leaf", "stock-hpz", "sharded", "lossless", *USED)
 
 
 # -- measuring, in every rank ----------------------------------------------------------------------------------------
 
 
 def plain_model(run: str, args, device: torch.device) -> nn.Module:
-    """A whole Llama on this rank's device."""
-    from transformers import LlamaForCausalLM
-
+    """A whole model on this rank's device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if args.bf16 else torch.float32)
     with device:
-        model = LlamaForCausalLM(llama_config(SIZES[args.size]))
+        model = maker_of(EVERY_SIZE[args.size])()
     torch.set_default_dtype(before)
     return (with_adapters(model, 0) if RUNS[run][2] else model).eval()
 
@@ -90,13 +95,13 @@ def engine_of(run: str, args, device: torch.device):
 
     section, _, lora = RUNS[run]
     zeropp_fp8.disable() if section is None else zeropp_fp8.enable()
-    config = ds_config(section, args.batch, small=SIZES[args.size].small, lean=False, bf16=args.bf16)
+    config = ds_config(section, args.batch, small=EVERY_SIZE[args.size].small, lean=False, bf16=args.bf16)
     if run == "stock-hpz":
         config["zero_optimization"]["zero_hpz_partition_size"] = args.ranks // args.nodes
-    model = sharded_model(SIZES[args.size], config)
+    model = sharded_model(EVERY_SIZE[args.size], config)
     model = with_adapters(model, 0) if lora else model
     if run == "stock-leaf":
-        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer", "Qwen3MoeDecoderLayer"])
     return deepspeed.initialize(model=model, optimizer=adamw(model, device), config=config)[0]
 
 
@@ -163,7 +168,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     engine = plain_model(run, args, device) if run in PLAIN else engine_of(run, args, device)
     if args.gbit:
         set_rate_everywhere(args.gbit)
-    prompt = next(random_tokens(SIZES[args.size].vocabulary, args.batch, args.prompt, device))
+    prompt = next(random_tokens(EVERY_SIZE[args.size].vocabulary, args.batch, args.prompt, device))
     tokens = args.slow_tokens if run in SLOW else args.tokens
     synced = run not in PLAIN and RUNS[run][1] is None and args.ranks > 1
     options = {"do_sample": False, "pad_token_id": 0, "use_cache": True} | ({"synced_gpus": True} if synced else {})
@@ -223,7 +228,7 @@ def show(result: dict) -> None:
     link = f", {settings['gbit']:g} Gbit/s between nodes" if settings["gbit"] else ""
     nodes, ranks = settings["nodes"], settings["ranks"]
     print(
-        f"\nGeneration: Llama {settings['size']}, {nodes} node(s) x {ranks // nodes} rank(s){link}, "
+        f"\nGeneration: {settings['size']}, {nodes} node(s) x {ranks // nodes} rank(s){link}, "
         f"{settings['batch']} sequences a rank, prompt of {settings['prompt']} tokens"
     )
     print(
@@ -261,7 +266,7 @@ def show(result: dict) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = command(__doc__, "generation", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
+    parser = command(__doc__, "generation", RUNS, EVERY_SIZE, "1.3b" if on_gpu else "tiny-gqa")
     add_link(parser)
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences of a rank (default %(default)s)")
     parser.add_argument("--prompt", type=whole(1), default=256 if on_gpu else 16, help="tokens (default %(default)s)")
@@ -278,6 +283,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cut_into_nodes(args, parser)
     # hpZ in DeepSpeed itself needs a node of several ranks.
     possible = [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)]
+    possible = [run for run in possible if run not in USED or args.size in MIXTURES]
     choose_runs(args, parser, [run for run in possible if on_gpu or not run.endswith(GRAPH)])
     return args
 

@@ -10,6 +10,7 @@ None) and close().
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
     lossless-exact           `lossless` with `"weights": {"difference": "exact"}` and a copy in each node
     zeropp-whole, ...        with `"difference": "none"`: `zeropp` and `fp8-lm-zeropp`
+    zeropp-used, ...         `zeropp` and `lossless` with `"experts": {"gather": "used"}`, of mixtures
     zeropp-owners, ...       `zeropp` and `zeropp-exact` with tensors that have one owner each
     zeropp-muon, ...         the same with Muon, at 20 times the learning rate of AdamW for the others
     stock-muon               DeepSpeed's own Muon with ZeRO-3
@@ -40,6 +41,7 @@ EXACT = {"lossless-exact": {"recipe": "lossless", "secondary": {"scope": "node"}
 WHOLE = {
     f"{recipe}-whole": {"recipe": recipe, "weights": {"difference": "none"}} for recipe in ("zeropp", "fp8-lm-zeropp")
 }
+USED = {f"{recipe}-used": {"recipe": recipe, "experts": {"gather": "used"}} for recipe in ("lossless", "zeropp")}
 # Tensors with one owner each, and there also Muon instead of AdamW; `stock-muon` is DeepSpeed's own.
 OWNERS = {
     f"{recipe}-{suffix}": {"recipe": recipe, "partition": "whole_tensor"}
@@ -54,12 +56,12 @@ ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink i
 RECIPES = ("lossless", *QUANTIZED, "zeropp-exact", "zeropp-pcie", *IN_FP8)
 _EAGER = {recipe: {"recipe": recipe} for recipe in RECIPES} | EXACT | WHOLE | OWNERS
 COMPILED = {f"{run}-compiled": {**section, "compile": "blocks"} for run, section in _EAGER.items()}
-SECTIONS = {**_EAGER, **WORLD, **COMPILED}
+SECTIONS = {**_EAGER, **WORLD, **USED, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
 FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
 RUNS = ("stock-zero2", "stock", "stock-leaf", STOCK_MUON, *SECTIONS, *FSDP, *IN_TREE)
-MODELS = ("1.3b", "small", "tiny", "4b-moe", "tiny-moe")
+MODELS = ("1.3b", "small", "tiny", "4b-moe", "small-moe", "tiny-moe")
 LR = 1e-4
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
 

@@ -76,6 +76,9 @@ _A3B = {"hidden": 2048, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_d
 MIXTURES = {
     "30b-a3b": MixtureSize(layers=48, vocabulary=151936, **_A3B),  # Qwen3-30B-A3B
     "4b-moe": MixtureSize(layers=6, vocabulary=32000, **_A3B),  # the same, cut
+    "small-moe": MixtureSize(
+        hidden=512, intermediate=128, layers=4, heads=8, kv_heads=2, vocabulary=2048, head_dim=64, experts=128, chosen=8
+    ),  # as many experts, for CPUs
     "tiny-moe": MixtureSize(
         hidden=128, intermediate=64, layers=2, heads=4, kv_heads=2, vocabulary=512, head_dim=32, experts=8, chosen=2
     ),

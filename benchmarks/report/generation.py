@@ -85,10 +85,32 @@ def generation_graph(result: dict) -> str:
     return table(["", "ms per token", "host, ms", "kernels, ms"], rows)
 
 
+def used_experts(generated: dict, *trained: dict) -> str:
+    """Bytes and times of a mixture with all experts and with those that are used, of two nodes of one rank."""
+    found = by_run(generated)
+    rows = [
+        [
+            "generation, a token per rank",
+            *(f"{found[run]['tx_bytes_per_node_token'] / 1e6:.0f}" for run in ("lossless", "lossless-used")),
+            *(f"{found[run]['token_ms']:,.0f}" for run in ("lossless", "lossless-used")),
+        ]
+    ]
+    for result in trained:
+        found, tokens = by_run(result), result["tokens"]
+        pair = [found[run] for run in ("lossless", "lossless-used")]
+        rows.append(
+            [f"training, {tokens} tokens per rank", *(f"{row['ledger_bytes_per_node_step'] / 1e6:.0f}" for row in pair)]
+        )
+        rows[-1] += [f"{row['step_ms']:,.0f}" for row in pair]
+    return table(["", "all, MB", "used, MB", "all, ms", "used, ms"], rows)
+
+
 FILES = ("generation/h200-2-25gbit", "generation/h200-1-local")
+USED_FILES = ("generation/cpu-2-1gbit-mixture", "two_nodes/cpu-2-1gbit-mixture-4", "two_nodes/cpu-2-1gbit-mixture-64")
 BLOCKS = {
     "generation": Block(generation, FILES),
     "generation_says": Block(generation_says, FILES, sourced=False),  # the table above names them
     "generation_graph": Block(generation_graph, ("generation/h200-1-local-graph",)),
+    "used_experts": Block(used_experts, USED_FILES),
     "generation_4_gpus": Block(generation_4_gpus, ("generation/h200-4-25gbit",)),
 }

@@ -201,7 +201,7 @@ def test_the_configuration_page_is_what_the_models_say():
 
 def test_every_field_says_what_it_means():
     parts = [field.annotation for field in PluginConfig.model_fields.values() if is_part(field)]
-    assert all(part.__doc__ for part in parts) and len(parts) == 11
+    assert all(part.__doc__ for part in parts) and len(parts) == 12
     for model in (PluginConfig, *parts):
         for name, field in model.model_fields.items():
             assert is_part(field) or (field.description and "|" not in field.description), (model, name)

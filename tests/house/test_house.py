@@ -20,27 +20,27 @@ LINES = {
     "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2036,
     "compute": 2377,
-    "config": 1773,
+    "config": 1795,
     "doctor": 1414,
-    "formats": 2537,
+    "formats": 2540,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
     "plan": 1817,
     "plugin": 1778,
-    "zero": 2961,
+    "zero": 2995,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1281,
-    "zero/gather": 2722,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 3086,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
-    "zero/owners": 1051,
+    "zero/owners": 1004,
     "zero/reduce": 1510,
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"experts": 375, "FSDP2": 1000}
+ALLOWED = {"FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

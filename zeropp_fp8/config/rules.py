@@ -269,6 +269,17 @@ PARTS: Rules = {
     ),
     '"{S}.compile": "blocks" does not go with "gather_granularity": "{c.gather_granularity}": its hooks stand '
     'inside of blocks; use "block"': lambda c: c.compile == "blocks" and c.gather_granularity != "block",
+    '"{S}.experts.gather": "used" does not go with {it}; set it to "all", or remove one of the two': lambda c: (
+        c.experts.gather == "used"
+        and _first(
+            text
+            for text, is_set in (
+                ('"partition": "whole_tensor", whose owners send whole tensors', c.partition == "whole_tensor"),
+                ('"compile": "blocks", whose graphs have no place for a gather', c.compile == "blocks"),
+            )
+            if is_set
+        )
+    ),
     '"{S}.numerics.watch": "fall_back" has nothing to fall back from: {it}; use "stop", or set formats that can be '
     'given up (of "weights", "gradients" or "compute")': lambda c: (
         c.numerics.watch == "fall_back" and not c.can_fall_back and _why_nothing_falls_back(c)

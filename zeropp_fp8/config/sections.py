@@ -252,6 +252,16 @@ class FrozenConfig(_Section):
     )
 
 
+class ExpertsConfig(_Section):
+    """Packed experts of a mixture; see [Mixtures of experts](recipes.md#mixtures-of-experts)."""
+
+    gather: Literal["all", "used"] = Field(
+        "all",
+        description="which experts of a module are gathered when it runs; used: those that some rank has tokens for, "
+        "once the router has chosen them, for few tokens per step",
+    )
+
+
 class ActivationsConfig(_Section):
     """Activations that sequence parallelism (DeepSpeed-Ulysses) exchanges around attention."""
 
@@ -317,6 +327,7 @@ class PluginConfig(_Section):
         "balance", description="whether whole tensors may be cut by rows, so that ranks have as much each"
     )
     frozen: FrozenConfig = FrozenConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     activations: ActivationsConfig = ActivationsConfig()
     gather_granularity: Literal["block", "module", "parameter"] = Field(
         "block", description="what is gathered at once; block: a transformer block"

@@ -95,9 +95,9 @@ class WireFormat(ABC):
         """(first byte, bytes a granule) of what lies in a payload in the order of its granules.
 
         Raises:
-            TypeError: weights do not rest in this format.
+            TypeError: payloads in this format cannot be cut.
         """
-        raise TypeError(f"{self.name}: weights do not rest in parts in this format")
+        raise TypeError(f"{self.name}: payloads in this format cannot be cut")
 
     def shared_bytes(self, numel: int) -> slice:
         """The bytes that are the same in the payloads of all parts of a tensor."""

@@ -42,6 +42,9 @@ class UnquantizedFormat(WireFormat):
     def granule(self) -> int:
         return 1
 
+    def granule_runs(self, numel: int) -> list[tuple[int, int]]:
+        return [(0, self.dtype.itemsize)]
+
     @torch.no_grad()
     def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -17,6 +18,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.attachment import Attachment, is_attached
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.compute_scaling import ComputeScaling
+from zeropp_fp8.zero.gather.attached import units_of
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
@@ -25,10 +27,12 @@ from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import build_units
+from zeropp_fp8.zero.gather.used_experts import InParts, Routing, class_of, places_of
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 
 _ENGINES = "zeropp_fp8_engines"  # attribute of a module or parameter: the engines over it
+_COUNT = [0]  # DeepSpeed numbers the modules of all engines
 
 
 class _CallTensors:
@@ -197,6 +201,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         check_attachable(module.parameters())  # before anything changes on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
+        self._places = places_of(module, session.config) if session.topology.world_size > 1 else {}
         self._evaluating = False
         self._by_name: list[ZeROOrderedDict] = []
         self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
@@ -210,7 +215,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             session.parts.append(ComputeScaling(session))
         route = Route(session)
         storages = storages_of(route)
-        units = build_units(module, self.blocks, granularity, storages)
+        apart = {place: functools.partial(class_of, experts) for place, experts in self._places.items()}
+        units = build_units(module, self.blocks, granularity, storages, apart)
         self.gatherer = Gatherer(route, storages)
         self._on_model.callback(self.gatherer.detach)
         self.gatherer.attach(units)
@@ -220,6 +226,11 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             max_live_numel=self._max_available_parameters_in_numel,
             max_reuse_numel=self._max_reuse_distance_in_numel,
         )
+        self.param_coordinator.apart = self._places
+        self._routings = {
+            place: Routing(self.gatherer, [u for u in units_of(place.parameters()) if isinstance(u, InParts)], experts)
+            for place, experts in self._places.items()
+        }
         self._on_model.callback(self._leave_pass)
         if session.config.compile == "blocks":
             compile_blocks(self.blocks, self._attachment.put)
@@ -242,11 +253,17 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         # DeepSpeed never removes the module from this stack, so the model would never be freed.
         self._on_model.callback(parameter_offload.FWD_MODULE_STACK.remove, self.module)
 
-    def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
+    def _register_deepspeed_module(self, module, count=_COUNT) -> None:
         """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
         self._attachment.put(module, "pre_bwd_fn", _before_backward_of(self, module))
         self._attachment.put(module, "post_bwd_fn", _after_backward_of(self, module))
-        super()._register_deepspeed_module(module, *args, **kwargs)
+        for inner in module.modules() if self._places and sharded.is_leaf(module) else ():
+            if inner in self._places and inner is not module:
+                self._register_deepspeed_module(inner, count)  # DeepSpeed registers nothing inside of leaf modules
+                count[0] += 1
+        if module in self._places:
+            self.forward_hooks.append(module.register_forward_pre_hook(self._routing_is_known, with_kwargs=True))
+        super()._register_deepspeed_module(module, count)
         if module is self.module:  # this is the last one; TRL registers hooks again
             hooks = (self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks)
             leave_untraced(hooks)
@@ -261,10 +278,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             earlier.owner._later.append(self)
         for param in model.parameters():
             self._attachment.keep(param, "ds_persist", "ds_z3_leaf_module")
-        for block in self.blocks:
-            if not sharded.is_leaf(block):
-                # DeepSpeed then fetches and releases the block as one unit.
-                self._attachment.put(block, "_z3_leaf", True)
+        for leaf in (*self.blocks, *self._places):
+            if not sharded.is_leaf(leaf):
+                # DeepSpeed then fetches and releases it as one unit.
+                self._attachment.put(leaf, "_z3_leaf", True)
 
     def _detach(self) -> None:
         self._attachment.detach()
@@ -312,6 +329,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """
         for engine in (self, *self._later):
             engine.param_coordinator.release_and_reset_all(engine.module)
+            for routing in engine._routings.values():
+                routing.forget()
 
     # -- the ledger's kind of a gather's bytes: the hooks know which pass it is --------------------------------------
 
@@ -338,6 +357,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             self.param_coordinator.fetch_sub_module(sub_module, forward=not _only_saves())
         self.gatherer.module_depth += 1
         self.inputs = _CallTensors()
+
+    def _routing_is_known(self, place: nn.Module, args: tuple, kwargs: dict) -> None:
+        comes_back = torch.is_grad_enabled() and not _only_saves()
+        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]  # in all of transformers' mixtures
+        with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=True)):
+            self._routings[place].forward_begins(chosen, comes_back)
 
     def leave_forward(self) -> None:
         """An exception has ended a forward: its modules use their parameters no more."""
@@ -386,6 +411,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             if engine.before_backward is not None:
                 engine.before_backward(len(engines) == 1)
         with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=False)):
+            if sub_module in self._routings:
+                self._routings[sub_module].backward_begins()
             self.param_coordinator.fetch_sub_module(sub_module, forward=False)
         if begins:
             self.param_coordinator.backward_begins(sub_module)
@@ -400,6 +427,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
                 if engine.after_backward_of is not None:
                     engine.after_backward_of(sub_module)
             self.param_coordinator.release_sub_module(sub_module, forward=False)
+            if sub_module in self._routings:
+                self._routings[sub_module].backward_ends()
 
     def _over_the_model(self) -> list[ZeroppOffload]:
         """This engine and earlier ones over (part of) the model: the backward may belong to any of them."""

@@ -18,6 +18,7 @@ from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.secondary import is_frozen
+from zeropp_fp8.zero.gather.used_experts import InParts
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import Row, shown, without_kernel
 from zeropp_fp8.zero.telemetry import MEGA
@@ -97,6 +98,10 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
         found = f"{len(blocks)} blocks ({type(blocks[0]).__name__})" if blocks else ""
         remark = found or "no repeated block found in the model: gathered module by module"
     rows.append(("gather unit", config.gather_granularity, 0, remark))
+    if config.experts.gather == "used":
+        in_parts = sum(unit.numel for unit in gatherer.units if isinstance(unit, InParts))
+        remark = "those that some rank has tokens for, once the router has chosen them"
+        rows.append(("experts", "used", in_parts, remark if in_parts else "one rank: nothing is sent"))
     if config.compile == "blocks":
         rows.append(("compiled", "blocks", 0, "by torch.compile, at their first call"))
     return rows

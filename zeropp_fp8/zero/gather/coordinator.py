@@ -9,7 +9,7 @@ all units at once, in their order, and the network is busy from the first to the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,12 @@ class UnitCoordinator:
 
     Args:
         prefetch_numel, max_live_numel, max_reuse_numel: in elements of full parameters.
+
+    Attributes:
+        apart: modules inside of leaf modules that fetch their parameters themselves.
     """
+
+    apart: Collection[nn.Module] = ()
 
     def __init__(self, gatherer: Gatherer, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int) -> None:
         self.gatherer = gatherer
@@ -148,8 +153,12 @@ class UnitCoordinator:
         external = module._external_params
         held = self._of_module.get(id(module))
         if held is None or held.external != len(external):
-            own = module.parameters(recurse=sharded.is_leaf(module))
-            params = list({id(p): p for p in (*own, *external.values())}.values())
+            own = {id(p): p for p in module.parameters(recurse=sharded.is_leaf(module))}
+            for inner in module.modules() if self.apart else ():
+                if inner in self.apart and inner is not module:
+                    for param in inner.parameters():
+                        own.pop(id(param), None)
+            params = list({**own, **{id(p): p for p in external.values()}}.values())
             if not all(map(self.gatherer.ownership.has, params)):
                 raise RuntimeError(
                     f"zeropp_fp8: a {type(module).__name__} uses parameters that another engine has: call that "
@@ -201,7 +210,7 @@ class UnitCoordinator:
         ahead = gatherer.hops.pending_numel - sum([unit.numel for unit in needed_now if unit.is_pending])
         for position, unit, kind in self._trace.coming(start):
             self._prefetched_until = position
-            if unit.is_pending:
+            if unit.is_pending or not unit.may_prefetch:
                 continue
             if not sharded.missing(unit.params):
                 if not self._stays(unit):

@@ -190,10 +190,13 @@ class Gatherer(Owner):
             sharded.set_full(param, value, lossy=True)
         self._are_there(unit, missing)
 
-    def release(self, unit: Unit) -> None:
-        """Drop the values of a unit's parameters, except those that modules use or a script has gathered."""
+    def release(self, unit: Unit, even_used: bool = False) -> None:
+        """Drop the values of a unit's parameters, except those that modules use or a script has gathered.
+
+        `even_used`: those that modules use too, because the unit is about to be gathered again.
+        """
         full, looked_at = sharded.full(unit.params), unit.looked_at
-        there = [p for p in full if not (sharded.users(p) or sharded.key(p) in looked_at)]
+        there = [p for p in full if (even_used or not sharded.users(p)) and sharded.key(p) not in looked_at]
         unit.storage.check_untouched(there)
         # The values were made and used on the compute stream only, so no stream must be recorded.
         sharded.drop(there, [self._nothing(param.dtype) for param in there])

@@ -10,6 +10,7 @@ from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
+from zeropp_fp8.zero.gather.unequal import UnequalHops
 from zeropp_fp8.zero.session import Session
 
 
@@ -22,6 +23,7 @@ class Route:
         held_ranks: the ranks whose rows those hops bring, in the order of the rows.
         rank_order: the order of the rows that the last hop brings.
         rows_in_rank_order, row_of_slice: int64 and int32 [ranks], the row that holds the slice of rank r.
+        unequal: the same hops for rows of different sizes.
         gemm_weights: the weights that are sent as operands of a product.
     """
 
@@ -36,6 +38,7 @@ class Route:
             self.reached *= level.size
         sizes = [level.size for level in self.levels]
         self.held_ranks = ranks_held(sizes, len(self.before), session.topology.rank)
+        self.unequal = UnequalHops(self.levels, len(self.before), session.topology.rank, session.ledger)
         self.one_row = SliceOrder([0], self.device)
         self.rank_order = SliceOrder(ranks_held(sizes, len(sizes), 0), self.device)
         rows = self.rank_order.slices

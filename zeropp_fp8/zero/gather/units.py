@@ -11,8 +11,9 @@ as slices of numbers (sliced.py), codes (frozen/unit.py), or whole tensors on ow
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -110,9 +111,11 @@ class Unit(ABC):
         names: the names of the parameters in the model.
         active_modules: keys of the modules that are using the parameters now.
         writes: a process-wide number of the last write to its weights; it changes with each write.
+        may_prefetch: whether it may be gathered before the module that uses it runs.
     """
 
     may_differ = False
+    may_prefetch = True
 
     def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
         self.params, self.storage, self.persistent = params, storage, persistent
@@ -250,8 +253,15 @@ class Unit(ABC):
         self.payload = None
 
 
+UnitClassOf = Callable[[Storage, Sequence[Parameter]], type[Unit]]
+
+
 def build_units(
-    model: nn.Module, blocks: Sequence[nn.Module], granularity: str, storages: Sequence[Storage]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    granularity: str,
+    storages: Sequence[Storage],
+    apart: Mapping[nn.Module, UnitClassOf] = MappingProxyType({}),
 ) -> list[Unit]:
     """Cut all ZeRO-3 parameters of `model` into units; each parameter is in the first of `storages` that takes it.
 
@@ -259,6 +269,8 @@ def build_units(
     Neither do parameters of two storages. Otherwise parameters that stay gathered between steps form one unit, and the
     other parameters of each block (and z3 leaf module) form one. Outside blocks, and at granularity "module", each
     module is a unit; at "parameter" each parameter is. A parameter that modules share belongs to the first of them.
+
+    `apart`: leaf modules whose parameters form units of their own, also inside of blocks; functions choose the classes.
     """
     taken: set[int] = set()
 
@@ -275,24 +287,30 @@ def build_units(
 
     units: list[Unit] = []
 
-    def add(params: list[Parameter], persistent: bool = False) -> None:
+    def add(
+        params: list[Parameter], persistent: bool = False, class_of: UnitClassOf = lambda s, p: s.unit_class
+    ) -> None:
         if granularity == "parameter" and not persistent:
             for param in params:
                 storage = storage_of(param)
-                units.append(storage.unit_class([param], storage))
+                units.append(class_of(storage, [param])([param], storage))
             return
         for storage in storages:
             mine = [param for param in params if storage_of(param) is storage]
             for trained in (False, True):
                 members = [param for param in mine if param.requires_grad is trained]
                 if members:
-                    units.append(storage.unit_class(members, storage, persistent))
+                    units.append(class_of(storage, members)(members, storage, persistent))
 
     whole = {id(block) for block in blocks}
 
     def visit(module: nn.Module) -> None:
         if id(module) in whole or sharded.is_leaf(module):
+            inner = [each for each in module.modules() if each in apart]
+            theirs = [(untaken(each.parameters()), apart[each]) for each in inner]
             add(untaken(module.parameters()))
+            for params, class_of in theirs:
+                add(params, class_of=class_of)
             return
         add(untaken(module.parameters(recurse=False)))
         for child in module.children():

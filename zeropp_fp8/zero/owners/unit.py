@@ -7,7 +7,6 @@ what arrives: no copy sorts it, on any topology.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
+from zeropp_fp8.comm.owned import OwnedGather
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.comm.reduce_to_owners import OwnedPart, views_of_parts
@@ -93,29 +91,16 @@ class OwnedUnit(Unit):
 
     @property
     def held_bytes(self) -> int:
-        return sum(self.storage.sizes_after(self.layout.rank_bytes, len(self.route.before) - 1))
+        return sum(self.route.unequal.sizes_after(self.layout.rank_bytes, len(self.route.before) - 1))
 
     @property
     def gathered_bytes(self) -> int:
-        return sum(self.storage.sizes_after(self.layout.rank_bytes, len(self.route.before)))
+        return sum(self.route.unequal.sizes_after(self.layout.rank_bytes, len(self.route.before)))
 
     def first_hops(self, held: Tensor) -> list[OwnedGather]:
-        have = self._own_payload(None if self.storage.hops_before else held)
+        have = self._own_payload(None if self.route.unequal.before else held)
         self.difference.begin()
-        return self._start_hops_before(self.layout.rank_bytes, held, have)
-
-    def _start_hops_before(self, sizes: Sequence[int], result: Tensor, have: Tensor) -> list[OwnedGather]:
-        """Start the hops up to the secondary shard, from this rank's payload to `result`; `sizes`: of all ranks."""
-        works = []
-        for hop in self.storage.hops_before:
-            self.wait_for(works)
-            into = result
-            if hop != self.storage.hops_before[-1]:
-                num_bytes = sum(self.storage.sizes_after(sizes, hop))
-                into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
-            works = [self.storage.start_hop(sizes, hop, into, have)]
-            have = into
-        return works
+        return self.route.unequal.start_before(self.layout.rank_bytes, held, have, self.wait_for)
 
     def _own_payload(self, into: Tensor | None) -> Tensor:
         """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
@@ -142,7 +127,7 @@ class OwnedUnit(Unit):
         return row
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
-        return [self.storage.start_hop(self.layout.rank_bytes, len(self.route.before), gathered, held)]
+        return [self.route.unequal.start(self.layout.rank_bytes, len(self.route.before), gathered, held)]
 
     def decode(self, gathered: Tensor) -> Arrived:
         values = dict(zip(self._packed, self._places.empty(self.route.device)))
@@ -168,10 +153,11 @@ class OwnedUnit(Unit):
         return sizes
 
     def own_row_of_differences(self, brought: Tensor, sizes: Sequence[int]) -> Tensor:
-        return self.storage.own_row(sizes, brought)
+        return self.route.unequal.own_row(sizes, brought)
 
     def bring_differences(self, brought: Tensor, sizes: Sequence[int]) -> list[OwnedGather]:
-        return self._start_hops_before(sizes, brought, self.own_row_of_differences(brought, sizes).view(-1))
+        own = self.own_row_of_differences(brought, sizes).view(-1)
+        return self.route.unequal.start_before(sizes, brought, own, self.wait_for)
 
     def rows_of_differences(self, brought: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return list(brought.unsqueeze(0).split([sizes[rank] for rank in self.route.held_ranks], dim=1))
@@ -180,7 +166,7 @@ class OwnedUnit(Unit):
         return self.rows_of_differences(held, self.layout.rank_bytes)
 
     def own_held_row(self, held: Tensor) -> Tensor:
-        return self.storage.own_row(self.layout.rank_bytes, held)
+        return self.route.unequal.own_row(self.layout.rank_bytes, held)
 
 
 class Owned(Storage):
@@ -190,15 +176,6 @@ class Owned(Storage):
 
     def __init__(self, route: Route) -> None:
         super().__init__(route)
-        sizes, rank = [level.size for level in route.levels], route.session.topology.rank
-        # For each hop and rank of its level: whose rows that rank brings.
-        self._brought: list[list[list[int]]] = []
-        for hop, size in enumerate(sizes):
-            stride = math.prod(sizes[hop + 1 :])
-            digit = rank // stride % size
-            self._brought.append([ranks_held(sizes, hop, rank + (i - digit) * stride) for i in range(size)])
-        self.hops_before = [hop for hop, level in enumerate(route.before) if level.size > 1]
-        self._ranks_before = route.held_ranks[: route.held_ranks.index(rank)]  # whose rows are before this rank's
         self._unused_scales: dict[int, SharedScales] = {}
 
     def takes(self, param: Parameter) -> bool:
@@ -306,37 +283,13 @@ class Owned(Storage):
             unused = self._unused_scales[encode.numel()] = SharedScales(zeros, zeros, zeros, counts)
         return SharedScales(encode, unused.decode, unused.amax, unused.counts)
 
-    # -- hops --------------------------------------------------------------------------------------------------------
-
-    def sizes_after(self, sizes: Sequence[int], hop: int) -> list[int]:
-        """Bytes that each rank of a hop's level brings, of payloads of these sizes, in the order of ranks."""
-        return [sum(sizes[r] for r in ranks) for ranks in self._brought[hop]]
-
-    def start_hop(self, sizes: Sequence[int], hop: int, result: Tensor, have: Tensor) -> OwnedGather | None:
-        """Start one hop, from `have` to `result`, flat uint8, with payloads of these sizes."""
-        route = self.route
-        # Bytes that all ranks hold when it begins: after the hops before it so many have each rank's.
-        held_by_all = sum(sizes) * math.prod(level.size for level in route.levels[:hop])
-        of_level = self.sizes_after(sizes, hop)
-        return start_owned_gather(result, have, of_level, route.levels[hop], route.session.ledger, held_by_all)
-
-    def own_row(self, sizes: Sequence[int], held: Tensor) -> Tensor:
-        """uint8 [1, bytes]: this rank's payload, of payloads of these sizes, in what those hops bring."""
-        start = sum(sizes[rank] for rank in self._ranks_before)
-        return held[start : start + sizes[self.route.session.topology.rank]].unsqueeze(0)
-
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         device = self.route.device
         layout = self.layout_of(params, [UnquantizedFormat(sharded.shard_dtype(p)) for p in params])
         row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=device)
         layout.own.encode(self.shard_views(params, layout.own_pieces), self.route.one_row, row.view(1, -1))
         with self.route.session.ledger.counting(OUTSIDE):
-            for hop, level in enumerate(self.route.levels):
-                if level.size > 1:
-                    num_bytes = sum(self.sizes_after(layout.rank_bytes, hop))
-                    result = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-                    self.start_hop(layout.rank_bytes, hop, result, row).wait()
-                    row = result
+            row = self.route.unequal.complete(layout.rank_bytes, row)
         values = {p: torch.empty(sharded.shape(p), dtype=sharded.shard_dtype(p), device=device) for p in params}
         self.decode_row(layout, row, params, values)
         for param, value in values.items():
