@@ -44,6 +44,7 @@ DEFAULTS = {
     "frozen.block_size": 64,
     "frozen.double_quantize": False,
     "frozen.skip_modules": ["lm_head", "*embed*", "score", "classifier", "v_head"],
+    "experts.gather": "all",
     "activations.wire_format": "none",
     "gather_granularity": "block",
     "compile": "none",

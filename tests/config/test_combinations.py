@@ -212,6 +212,10 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
             {"compile": "blocks", "gather_granularity": "module"},
             ['compile": "blocks"', '"gather_granularity": "module"', 'use "block"'],
         ),
+        *[
+            ({"experts": {"gather": "used"}, name: value}, ['experts.gather": "used"', f'"{name}": "{value}"', '"all"'])
+            for name, value in (("partition", "whole_tensor"), ("compile", "blocks"))
+        ],
     ],
 )
 def test_impossible_with_states_and_shared_scales(section, words):

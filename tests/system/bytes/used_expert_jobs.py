@@ -74,7 +74,7 @@ def few(steps, tokens=3, seed=1):
 
 
 def _brought(engine):
-    """Of each unit in parts: how many experts the last gather has brought."""
+    """How many experts the last gather of each unit in parts has brought."""
     units = [unit for unit in engine.optimizer.gatherer.units if isinstance(unit, InParts)]
     return [EXPERTS if unit.brought is None else len(unit.brought) for unit in units]
 
@@ -128,7 +128,7 @@ def _outside(engine):
 
 
 def generated(recipe, fields=None, adapt=None, dtype="fp32"):
-    """Of all and of what is used: tokens as weights are gathered for each, and as they stay; bytes; a step's loss."""
+    """All experts and those used: tokens as weights are gathered for each, and as they stay; bytes; a step's loss."""
     prompt, found = few(1, tokens=4)[0], []
     for gather in ("all", "used"):
         section_of = section(recipe, experts={"gather": gather}, **(fields or {}))
@@ -144,10 +144,7 @@ def generated(recipe, fields=None, adapt=None, dtype="fp32"):
                 assert torch.equal(tokens, model.generate(prompt, **options)), weights
         assert torch.equal(tokens, again)
         engine.train()
-        loss = engine(input_ids=prompt, labels=prompt).loss
-        engine.backward(loss)
-        engine.step()
-        found.append((tokens, sent, loss.item()))
+        found.append((tokens, sent, stepped(engine, prompt)))
         engine.destroy()
     return found
 
@@ -204,7 +201,7 @@ def two_engines():
 
 
 def refused():
-    """What is said of configurations and models of which no experts can be gathered alone."""
+    """The errors of configurations and models of which no experts can be gathered alone."""
     used = {"experts": {"gather": "used"}}
     specs = {
         "owners": Spec(section("zeropp", partition="whole_tensor", **used), "bf16", model=QWEN),

@@ -37,7 +37,7 @@ def test_joined(spans):
 
 
 def unit_of(numels, formats, experts, world):
-    """What a unit of stacks knows of its rows."""
+    """A unit of stacks, as far as it knows its rows."""
     slices = [slice_numel(numel, world) for numel in numels]
     layout = PayloadLayout(slices, formats, [torch.float32] * len(numels), CPU, left_out=range(len(numels)))
     params = [SimpleNamespace(ds_shape=torch.Size([experts, n // experts]), ds_numel=n) for n in numels]

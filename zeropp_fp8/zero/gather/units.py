@@ -287,27 +287,21 @@ def build_units(
 
     units: list[Unit] = []
 
-    def add(
-        params: list[Parameter], persistent: bool = False, class_of: UnitClassOf = lambda s, p: s.unit_class
-    ) -> None:
-        if granularity == "parameter" and not persistent:
-            for param in params:
-                storage = storage_of(param)
-                units.append(class_of(storage, [param])([param], storage))
-            return
-        for storage in storages:
-            mine = [param for param in params if storage_of(param) is storage]
-            for trained in (False, True):
-                members = [param for param in mine if param.requires_grad is trained]
-                if members:
-                    units.append(class_of(storage, members)(members, storage, persistent))
+    def add(params: list[Parameter], persistent: bool = False, class_of: UnitClassOf | None = None) -> None:
+        alone, groups = granularity == "parameter" and not persistent, {}
+        for param in params:
+            key = (len(groups), 0) if alone else (storages.index(storage_of(param)), param.requires_grad)
+            groups.setdefault(key, []).append(param)
+        for _, members in sorted(groups.items(), key=lambda group: group[0]):
+            storage = storage_of(members[0])
+            unit_class = class_of(storage, members) if class_of else storage.unit_class
+            units.append(unit_class(members, storage, persistent))
 
     whole = {id(block) for block in blocks}
 
     def visit(module: nn.Module) -> None:
         if id(module) in whole or sharded.is_leaf(module):
-            inner = [each for each in module.modules() if each in apart]
-            theirs = [(untaken(each.parameters()), apart[each]) for each in inner]
+            theirs = [(untaken(each.parameters()), apart[each]) for each in module.modules() if each in apart]
             add(untaken(module.parameters()))
             for params, class_of in theirs:
                 add(params, class_of=class_of)
@@ -319,6 +313,6 @@ def build_units(
     add(untaken(p for p in model.parameters() if sharded.stays(p)), persistent=True)
     visit(model)
     names = {id(param): name for name, param in model.named_parameters()}
-    for each in units:
-        each.names = [names[id(param)] for param in each.params]
+    for unit in units:
+        unit.names = [names[id(param)] for param in unit.params]
     return units
