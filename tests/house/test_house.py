@@ -23,24 +23,25 @@ LINES = {
     "config": 1795,
     "doctor": 1414,
     "formats": 2540,
+    "fsdp2": 632,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
     "plan": 1817,
     "plugin": 1778,
-    "zero": 2995,
+    "zero": 3017,
     "zero/checkpoint": 385,
     "zero/export": 440,
     "zero/frozen": 1281,
-    "zero/gather": 3086,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/gather": 3079,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 824,
     "zero/handover": 1652,
     "zero/owners": 1004,
-    "zero/reduce": 1510,
+    "zero/reduce": 1498,
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"FSDP2": 1000}
+ALLOWED = {"FSDP2": 360}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "numerics": _MIDDLE | {"zero", "outputs"},
     "children": {""},
     "integrations": {"zero"},
+    "fsdp2": _MIDDLE | {"zero"},
     "handover": {"zero"},
     "receiving": {"zero"},
     "plugin": _MIDDLE | {"zero", "numerics"},

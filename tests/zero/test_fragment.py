@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES, MX_NAMES, make_format
+from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES, MX_NAMES, SharedScaleFormat, make_format
 from zeropp_fp8.formats.recut import cut_again
 from zeropp_fp8.zero.fragment import QuantizedFragment, RawCodesError, fragments_stand_in
 from zeropp_fp8.zero.frozen.saved_ranks import slice_of
@@ -74,8 +74,16 @@ def test_sizes_that_cut_granules_are_refused():
     with pytest.raises(ValueError, match="multiples of 16 elements"):
         cut_again(wire_format, payload, 32, 8, 16)
     assert cut_again(wire_format, payload, 32, 0, 0).numel() == 0
-    with pytest.raises(TypeError, match="none: weights do not rest in parts in this format"):
-        cut_again(make_format("none"), [torch.zeros(32, dtype=torch.uint8)], 16, 0, 16)
+    with pytest.raises(TypeError, match="fp8_e4m3: payloads in this format cannot be cut"):
+        SharedScaleFormat("fp8_e4m3").granule_runs(16)
+
+
+def test_numbers_are_cut_anywhere():
+    wire_format, numbers = make_format("none", dtype=torch.bfloat16), torch.arange(30.0).bfloat16()
+    parts = [wire_format.encode(part) for part in numbers.split(10)]
+    assert torch.equal(
+        wire_format.decode(cut_again(wire_format, parts, 10, 7, 16), [16], torch.bfloat16), numbers[7:23]
+    )
 
 
 @settings(derandomize=True, max_examples=100)

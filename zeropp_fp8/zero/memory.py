@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import psutil
 import torch
-from deepspeed.accelerator import get_accelerator
 
 
 def device_bytes(device: torch.device, ranks_here: int) -> int:
     """The total memory. `ranks_here`: ranks that share the host."""
-    total = get_accelerator().total_memory()
-    return total if device.type == "cuda" else total // ranks_here
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total // ranks_here
 
 
 def free_bytes(device: torch.device, ranks_here: int) -> int:

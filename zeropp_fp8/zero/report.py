@@ -20,7 +20,7 @@ from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.gather.used_experts import InParts
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.stage_part import Row, shown, without_kernel
+from zeropp_fp8.zero.stage_part import Row, shown, table_of, without_kernel
 from zeropp_fp8.zero.telemetry import MEGA
 
 if TYPE_CHECKING:
@@ -195,19 +195,9 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
 
 def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
     """Print the table on rank 0."""
-    config, topology = session.config, session.topology
-    if topology.rank != 0:
+    if session.topology.rank != 0:
         return
-    recipe = config.recipe or "none (lossless plus the ZeRO++ keys)"
-    if config.recipe_variable:
-        recipe += f" (from {config.recipe_variable})"
-    lines = [
-        f"zeropp_fp8: recipe {recipe}; {topology.nodes} node(s) x "
-        f"{topology.ranks_per_node} rank(s), from {session.ranks_per_node_source}",
-        f"  {'what':<24}{'format':<34}{'parameters':>14}  remark",
-    ]
-    for what, name, numel, remark in _rows(session, gatherer, model, blocks):
-        lines.append(f"  {what:<24}{name:<34}{numel if numel else '':>14}  {remark}".rstrip())
+    lines = table_of(session, _rows(session, gatherer, model, blocks))
     of = "one micro-batch; nothing stays until its backward"
     lines.append(f"  {'MB a rank sends per step':<24}{'between nodes':>16}{'within node':>18}  ({of})")
     for what, links in predicted_bytes(session, gatherer).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
@@ -71,6 +72,7 @@ class Session:
         conversion: the conversion of its linear layers, if they compute in low precision.
         engine: a weak reference to the DeepSpeed engine, which refers to this session.
         placement: maps elements of parameters to ranks.
+        device: this rank's; None: as DeepSpeed has chosen it.
 
     Attributes:
         ranks_here: number of the group's ranks on this host.
@@ -88,6 +90,7 @@ class Session:
         model_parallel_group=None,
         engine: Callable = lambda: None,
         placement: type[Slices] = Slices,
+        device: torch.device | None = None,
     ) -> None:
         world_size = dist.get_world_size(group)
         self.place = place_of(dist.get_rank(), config)
@@ -114,7 +117,7 @@ class Session:
         self.placement = placement(self.topology.rank, world_size)
         self.own_numel: Callable[[Parameter], int] = self.placement.own_numel
         self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
-        self.device = sharded.device()
+        self.device = device or sharded.device()
 
     def leave_exact(self, model: nn.Module) -> None:
         """Send parameters in full that `skip_modules` of weights and gradients name."""

@@ -6,6 +6,7 @@ order on every rank, so a part may do collectives. A new feature is a new part; 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,6 +82,34 @@ class StagePart:
     def rows(self) -> list[Row]:
         """Lines of the start table."""
         return []
+
+
+def table_of(session, rows: Iterable[Row]) -> list[str]:
+    """Return the lines of a start table."""
+    config, topology = session.config, session.topology
+    recipe = config.recipe or "none (lossless plus the ZeRO++ keys)"
+    if config.recipe_variable:
+        recipe += f" (from {config.recipe_variable})"
+    lines = [
+        f"zeropp_fp8: recipe {recipe}; {topology.nodes} node(s) x "
+        f"{topology.ranks_per_node} rank(s), from {session.ranks_per_node_source}",
+        f"  {'what':<24}{'format':<34}{'parameters':>14}  remark",
+    ]
+    for what, name, numel, remark in rows:
+        lines.append(f"  {what:<24}{name:<34}{numel if numel else '':>14}  {remark}".rstrip())
+    return lines
+
+
+def row_of_hop(session, hop: str, chosen: WireFormat | None, ranks: int, numel: int) -> Row:
+    """Return the row of a hop of `numel` gradients, "within nodes" or "between nodes", over so many ranks."""
+    if ranks == 1:
+        return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
+    if not session.config.reduces_gradients:
+        return (f"gradients {hop}", "none", numel, "one reduce-scatter per bucket, as in stock")
+    named = len(session.exact["gradients"])
+    skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
+    remarks = ("tensors of fewer than 2 dimensions exact", skipped, without_kernel(session.device, chosen))
+    return (f"gradients {hop}", repr(chosen) if chosen else "none", numel, "; ".join(filter(None, remarks)))
 
 
 def without_kernel(device: torch.device, wire_format: WireFormat | None) -> str:

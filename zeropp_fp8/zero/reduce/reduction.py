@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION
-from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.as_deepspeed import Freed
 from zeropp_fp8.zero.memory import device_bytes
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
@@ -19,7 +18,7 @@ from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
 from zeropp_fp8.zero.reduce.residuals import Residuals
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.stage_part import Row, StagePart, without_kernel
+from zeropp_fp8.zero.stage_part import Row, StagePart, row_of_hop
 
 # Share of a device's memory that sums may take, if the configuration leaves the choice. With 8 GPUs of 80 GB per node,
 # 8 billion parameters in fp32 take 5 %, and still leave the room that stock ZeRO-3 would have.
@@ -85,27 +84,16 @@ class Reduction(StagePart):
 
     def rows(self) -> list[Row]:
         """Return a row per hop, and a row for the sums in the node."""
-        formats, topology = self.stage.session.formats, self.stage.session.topology
+        session = self.stage.session
+        formats, topology = session.formats, session.topology
         rows = [
-            self._row_of_hop("within nodes", formats.within, topology.ranks_per_node),
-            self._row_of_hop("between nodes", formats.between, topology.nodes),
+            row_of_hop(session, "within nodes", formats.within, topology.ranks_per_node, self.trained_numel),
+            row_of_hop(session, "between nodes", formats.between, topology.nodes, self.trained_numel),
         ]
         if self.sums_numel:
             remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
             rows.append(("gradient sums", "16 or 32 bits", self.sums_numel, remark))
         return rows
-
-    def _row_of_hop(self, hop: str, chosen: WireFormat | None, ranks: int) -> Row:
-        session = self.stage.session
-        if ranks == 1:
-            return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
-        if not session.config.reduces_gradients:
-            return (f"gradients {hop}", "none", self.trained_numel, "one reduce-scatter per bucket, as in stock")
-        named = len(session.exact["gradients"])
-        skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
-        remarks = ("tensors of fewer than 2 dimensions exact", skipped, without_kernel(session.device, chosen))
-        name = repr(chosen) if chosen else "none"
-        return (f"gradients {hop}", name, self.trained_numel, "; ".join(filter(None, remarks)))
 
     # -- in backward -------------------------------------------------------------------------------------------------
 

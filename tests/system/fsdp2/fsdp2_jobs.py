@@ -1,0 +1,332 @@
+"""Jobs with models of fully_shard, whose collectives are the project's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import batches, llama
+from ranks import attempt, printed
+from running import shared_folder
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from zeropp_fp8 import fsdp2
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EXACT = {"weights": {"format": "none"}}  # gradients alone are rounded
+WHOLE = {"weights": {"difference": "none"}}
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides: rows of parameters, of which some ranks have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(67, 33)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(33, 35), nn.GELU(), nn.Linear(35, 33)) for _ in range(2))
+        self.head = nn.Linear(33, 67, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.model = self  # as in models of transformers
+
+    @property
+    def config(self):
+        return None
+
+    def forward(self, input_ids, labels, skip=()):
+        x = self.embed(input_ids % 67)
+        for index, layer in enumerate(self.layers):
+            x = x if index in skip else x + layer(x) * self.scale.sum()
+        logits = self.head(x[:, :-1]).flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten() % 67)
+        return _Output(loss)
+
+
+class _Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def odd():
+    model = Odd()
+    del model.__dict__["_modules"]["model"]  # no circle
+    return model
+
+
+def blocks_of(model):
+    return model.layers if isinstance(model, Odd) else model.model.layers
+
+
+def sharded(policy=None, make=llama, wrap=None, adapt=None, mesh=None, **options):
+    """A model that is sharded block by block."""
+    torch.manual_seed(0)
+    model = make()
+    if adapt is not None:
+        adapt(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    options = {"mesh": mesh, **({"mp_policy": policy} if policy else {}), **options}
+    layers = blocks_of(model)
+    for index, block in enumerate(layers):
+        layers[index] = wrap(block) if wrap else block
+        fully_shard(layers[index], **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def adamw(model, lr=1e-3):
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
+
+
+def trained(model, data, optimizer=None, **options):
+    """Losses of a step per micro-batch."""
+    optimizer, losses = optimizer or adamw(model), []
+    for tokens in data:
+        loss = model(input_ids=tokens, labels=tokens, **options).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def full(model):
+    return {name: param.full_tensor().detach().clone() for name, param in model.named_parameters()}
+
+
+def run(recipe, data, fields=None, options=None, **how):
+    """(losses, weights, bytes per step) of a recipe; None: of stock."""
+    model = sharded(**how)
+    if recipe:
+        fsdp2.apply(model, recipe, **(fields or {}))
+    losses = trained(model, data, **(options or {}))
+    return losses, full(model), fsdp2.wire_report(model)["per_step"] if recipe else None
+
+
+def beside_stock(recipes, steps=4, fields=None, **how):
+    """`run` by recipe."""
+    data = list(batches(steps, dist.get_rank()))
+    return {recipe: run(recipe, data, fields if recipe else None, **how) for recipe in (None, *recipes)}
+
+
+def whole_and_differences(policy, recipe="zeropp"):
+    """Runs with whole codes, and with differences of them."""
+    data = list(batches(5, dist.get_rank()))
+    return [run(recipe, data, {"weights": {"difference": which}}, policy=policy) for which in ("none", "exact")]
+
+
+def _inter(model):
+    report = fsdp2.wire_report(model)
+    return report["outside_steps"]["inter"]
+
+
+def copies():
+    """Bytes between nodes of evaluations, one after the other, and the losses of a model without copies."""
+    model, plain = (sharded() for _ in range(2))
+    fsdp2.apply(model, "zeropp")
+    fsdp2.apply(plain, "zeropp", secondary={"scope": "none"}, **WHOLE)
+    tokens, seen = next(batches(1, dist.get_rank())), []
+
+    def evaluate(what):
+        with torch.no_grad():
+            losses = [loss_of(each, tokens).item() for each in (model, plain)]
+        for each in (model, plain):
+            each.reshard()  # torch leaves the root's parameters whole
+        seen.append((what, _inter(model), losses))
+
+    evaluate("first")
+    evaluate("again")
+    with torch.no_grad():
+        for each in (model, plain):
+            for param in each.parameters():
+                param.mul_(0.9)
+    evaluate("written in place")
+    for each in (model, plain):
+        each.lm_head.weight.to_local().data.mul_(0.5)
+        fsdp2.weights_changed(each)
+    evaluate("told")
+    with torch.no_grad():
+        state = {name: value * 1.5 for name, value in model.state_dict().items()}
+    for each in (model, plain):
+        each.load_state_dict(state)
+    evaluate("loaded")
+    for each in (model, plain):
+        for value in each.state_dict().values():
+            value.to_local().data.mul_(1.1)  # as torch.distributed.checkpoint does
+    evaluate("into a state dict")
+    return seen
+
+
+def averages():
+    """Losses of a step after weights were replaced for an evaluation through `.data`, of models with copies and not."""
+    data, found = list(batches(4, dist.get_rank())), []
+    for fields in ({}, {"secondary": {"scope": "none"}, **WHOLE}):
+        model = fsdp2.apply(sharded(), "zeropp", **fields)
+        losses, optimizer = [], adamw(model)
+        losses += trained(model, data[:2], optimizer)
+        model.reshard()
+        locals_of = [param.to_local().data for param in model.parameters()]
+        own = [local.clone() for local in locals_of]
+        for local in locals_of:
+            local.mul_(0.5)
+        with torch.no_grad():
+            losses += [loss_of(model, data[0]).item() for _ in range(2)]
+        model.reshard()
+        for local, value in zip(locals_of, own):
+            local.copy_(value)
+        losses += trained(model, data[2:], optimizer)
+        found.append(losses)
+    return found
+
+
+def accumulated(recipe, how, policy=None):
+    """Gradients of three micro-batches, and bytes of gradients between nodes: None, by "sync", or by "last"."""
+    data = list(batches(3, dist.get_rank()))
+    model = sharded(policy)
+    if recipe:
+        fsdp2.apply(model, recipe, **EXACT)
+    for index, tokens in enumerate(data):
+        last = index == len(data) - 1
+        if how == "sync":
+            model.set_requires_gradient_sync(last)
+        if how == "last":
+            model.set_is_last_backward(last)
+        loss_of(model, tokens).backward()
+    grads = {name: param.grad.full_tensor().clone() for name, param in model.named_parameters()}
+    if recipe is None:
+        return grads, None
+    optimizer = adamw(model)
+    optimizer.step()
+    return grads, fsdp2.wire_report(model)["per_step"]["gradients"]["inter"]
+
+
+def gradients(recipe=None, change=None, policy=None, skip=(), make=llama):
+    """Gradients of a batch."""
+    model = sharded(policy, make=make)
+    if change is not None:
+        change(model)
+    if recipe:
+        fsdp2.apply(model, recipe, **EXACT)
+    tokens = next(batches(1, dist.get_rank()))
+    more = {"skip": skip} if skip else {}
+    model(input_ids=tokens, labels=tokens, **more).loss.backward()
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_beside_stock(change=None, skip=(), make=llama, recipe="zeropp", factor=1.0):
+    """(gradients of a recipe, stock's times a factor), where `change` was called on the recipe's model alone."""
+    stock = gradients(skip=skip, make=make)
+    return gradients(recipe, change, skip=skip, make=make), {name: factor * grad for name, grad in stock.items()}
+
+
+def divided_by(number, model):
+    for module in filter(lambda each: isinstance(each, FSDPModule), model.modules()):
+        module.set_gradient_divide_factor(number)
+
+
+def summed(model):
+    for module in filter(lambda each: isinstance(each, FSDPModule), model.modules()):
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def freeze(model):
+    for name, param in model.named_parameters():
+        param.requires_grad_("mlp" in name)
+
+
+def ways():
+    """{way: losses and weights} of ways to shard, which are the same numbers."""
+    data = list(batches(3, dist.get_rank()))
+    found = {}
+    for name, how in {
+        "plain": {},
+        "kept after forward": {"reshard_after_forward": False},
+        "checkpointed": {"wrap": checkpoint_wrapper},
+        "compiled": {"wrap": functools.partial(torch.compile, backend="aot_eager")},
+    }.items():
+        losses, weights, _ = run("zeropp", data, **how)
+        found[name] = losses, {key.replace("_checkpoint_wrapped_module.", ""): w for key, w in weights.items()}
+        found[name][1].update({k.replace("_orig_mod.", ""): found[name][1].pop(k) for k in list(found[name][1])})
+    return found
+
+
+def resumed(recipe, fields=None):
+    """(losses and weights of a run that goes on, of one that loads its checkpoint), by torch.distributed.checkpoint."""
+    folder, data = shared_folder(), list(batches(4, dist.get_rank()))
+    model = fsdp2.apply(sharded(BF16), recipe, **(fields or {}))
+    optimizer = adamw(model)
+    trained(model, data[:2], optimizer)
+
+    def state_of(model, optimizer):
+        weights, states = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": states, "zeropp_fp8": fsdp2.extra_state(model)}
+
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    went_on = trained(model, data[2:], optimizer), full(model)
+    other = fsdp2.apply(sharded(BF16), recipe, **(fields or {}))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.fill_(0.1)
+    optimizer = adamw(other)
+    trained(other, data[:1], optimizer)
+    state = state_of(other, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return went_on, (trained(other, data[2:], optimizer), full(other))
+
+
+def refused():
+    """Errors of apply(), by model and field, and of a model that it cannot serve."""
+    world = dist.get_world_size()
+    twice = fsdp2.apply(sharded(), "zeropp")
+    resharded = fsdp2.apply(sharded(reshard_after_forward=2), "zeropp")
+    hsdp = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    tokens = next(batches(1, dist.get_rank()))
+    return {
+        "not sharded": attempt(lambda: fsdp2.apply(llama())),
+        "twice": attempt(lambda: fsdp2.apply(twice)),
+        "HSDP": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp))),
+        "recipe": attempt(lambda: fsdp2.apply(sharded(BF16), "fp8-lm")),
+        "field": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp", numerics={"every": 5})),
+        "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),
+        "exact in 32 bits": attempt(lambda: fsdp2.apply(sharded(), "zeropp-exact")),
+        "nodes": attempt(lambda: fsdp2.apply(sharded(), "zeropp", ranks_per_node=3)),
+        "not applied": attempt(lambda: fsdp2.wire_report(sharded())),
+        "fewer ranks": attempt(lambda: loss_of(resharded, tokens).backward()),
+    }
+
+
+def table():
+    """All that rank 0 prints, at start and while it trains."""
+    before = len(printed())
+    model = fsdp2.apply(sharded(BF16), "zeropp", report={"every": 2})
+    trained(model, batches(5, dist.get_rank()))
+    fsdp2.wire_report(model)
+    return printed()[before:]
+
+
+def collected():
+    """Whether a model that nothing refers to any more is gone, and its hook with it."""
+    import gc
+    import weakref
+
+    from torch.optim import optimizer
+
+    hooks = len(optimizer._global_optimizer_post_hooks)
+    model = fsdp2.apply(sharded(), "zeropp")
+    trained(model, batches(1, dist.get_rank()))
+    host = weakref.ref(fsdp2.host_of(model))
+    assert isinstance(model, FSDPModule)
+    del model
+    gc.collect()
+    with contextlib.suppress(AttributeError):
+        assert host() is None
+    return host() is None, len(optimizer._global_optimizer_post_hooks) - hooks

@@ -1,0 +1,180 @@
+"""The collectives under fully_shard, on gloo: beside stock FSDP2, and what they promise under ZeRO-3 too."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import fsdp2_jobs as jobs
+import pytest
+import torch
+from hang_guard import HANG
+from ranks import run_ranks, run_two
+
+from tests.places import ROOT
+
+BF16 = {"policy": jobs.BF16}
+NODES = [1, 2, 4]  # ranks of each, of four
+
+
+@pytest.mark.parametrize("make, how", [(jobs.llama, {}), (jobs.llama, BF16), (jobs.odd, {})], ids=["", "bf16", "odd"])
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_lossless_is_stock_bit_for_bit(make, how, ranks_per_node):
+    for runs in run_ranks(jobs.beside_stock, ranks_per_node=ranks_per_node, recipes=["lossless"], make=make, **how):
+        (losses, weights, _), (stock, theirs, _) = runs["lossless"], runs[None]
+        assert losses == stock
+        assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    "make, how, recipes",
+    [
+        (jobs.llama, {}, ["zeropp", "zeropp-4bit"]),
+        (jobs.llama, BF16, ["zeropp", "zeropp-exact"]),
+        (jobs.odd, BF16, ["zeropp", "zeropp-4bit"]),
+    ],
+    ids=["", "bf16", "odd"],
+)
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_recipes_train_like_stock(make, how, recipes, ranks_per_node):
+    """In few bits, and with nothing between nodes in backward but gradients."""
+    runs = run_ranks(jobs.beside_stock, ranks_per_node=ranks_per_node, recipes=recipes, make=make, **how)
+    for recipe in recipes:
+        for found in runs:
+            losses, _, sent = found[recipe]
+            assert losses == pytest.approx(found[None][0], rel=1e-2)
+            assert sent["weights_backward"]["inter"] == 0
+            assert (sent["weights_forward"]["inter"] > 0) == (ranks_per_node < 4)
+            assert (sent["gradients"]["inter"] > 0) == (ranks_per_node < 4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_number_of_ranks(world):
+    for found in run_ranks(jobs.beside_stock, world=world, ranks_per_node=1, recipes=["zeropp"], make=jobs.odd):
+        assert found["zeropp"][0] == pytest.approx(found[None][0], rel=1e-2)
+
+
+@pytest.mark.parametrize("policy, recipe", [(None, "zeropp"), (jobs.BF16, "zeropp"), (jobs.BF16, "zeropp-exact")])
+def test_differences_change_no_bit(policy, recipe):
+    for whole, differences in run_ranks(jobs.whole_and_differences, policy=policy, recipe=recipe):
+        assert whole[0] == differences[0]
+        assert all(torch.equal(weight, whole[1][name]) for name, weight in differences[1].items())
+
+
+def test_nodes_keep_copies_until_weights_change():
+    """Copies are used once more, and dropped wherever weights are written: losses are those without copies."""
+    for seen in run_ranks(jobs.copies):
+        sent = [now - before for (_, before, _), (_, now, _) in zip([("", 0, None), *seen], seen)]
+        assert {what: number > 0 for (what, *_), number in zip(seen, sent)} == {
+            "first": True,
+            "again": False,
+            "written in place": True,
+            "told": True,
+            "loaded": True,
+            "into a state dict": True,
+        }
+        assert all(ours == plain for _, _, (ours, plain) in seen)
+        assert len({losses[0] for _, _, losses in seen}) == 5
+
+
+def test_weights_replaced_for_an_evaluation():
+    for copies, plain in run_two(jobs.averages):
+        assert copies == plain
+
+
+@pytest.mark.parametrize("how", ["sync", "last", None])
+def test_micro_batches(how):
+    """Gradients are stock's within the bounds of their codes; with a last one said, they cross between nodes once."""
+    stock = run_ranks(jobs.accumulated, recipe=None, how=how)[0][0]
+    for grads, between in run_ranks(jobs.accumulated, recipe="zeropp", how=how):
+        once = run_ranks(jobs.accumulated, recipe="zeropp", how="sync")[0][1]
+        assert between == once * (3 if how is None else 1)
+        assert_close(grads, stock)
+
+
+def assert_close(grads, stock, names=None):
+    """Within the error of two hops, of 8 and of 4 bits; vectors are sent exactly."""
+    assert grads.keys() == stock.keys()
+    for name, grad in grads.items():
+        bound = 1e-5 if grad.dim() < 2 else 0.2
+        assert (grad - stock[name]).norm() <= bound * stock[name].norm() + 1e-12, name
+    assert any(not torch.equal(grad, stock[name]) for name, grad in grads.items() if grad.dim() > 1)
+
+
+@pytest.mark.parametrize(
+    "change, factor", [(functools.partial(jobs.divided_by, 8.0), 0.5), (jobs.summed, 1.0)], ids=["divided", "summed"]
+)
+def test_what_gradients_are_divided_by(change, factor):
+    for grads, stock in run_ranks(jobs.gradients_beside_stock, change=change, factor=factor):
+        assert_close(grads, stock)
+
+
+def test_parameters_without_gradients():
+    """A block that is skipped leaves gradients of the others, which are sent in full if they share its module."""
+    for grads, stock in run_ranks(jobs.gradients_beside_stock, skip=(1,), make=jobs.odd):
+        assert_close(grads, stock)
+
+
+def test_frozen_parameters():
+    for found in run_two(jobs.beside_stock, recipes=["zeropp"], adapt=jobs.freeze):
+        (losses, weights, _), (stock, theirs, _) = found["zeropp"], found[None]
+        assert losses == pytest.approx(stock, rel=1e-2)
+        assert all(torch.equal(weights[name], theirs[name]) for name in weights if "mlp" not in name)
+
+
+def test_ways_to_shard_are_the_same_numbers():
+    for found in run_two(jobs.ways):
+        losses, weights = found["plain"]
+        for name, (others, theirs) in found.items():
+            assert others == losses, name
+            assert all(torch.equal(weight, weights[key]) for key, weight in theirs.items()), name
+
+
+@pytest.mark.parametrize("recipe, fields", [("zeropp", {}), ("zeropp-4bit", {"gradients": {"error_feedback": True}})])
+def test_checkpoints_of_torch(recipe, fields):
+    for (losses, weights), (again, theirs) in run_ranks(jobs.resumed, recipe=recipe, fields=fields):
+        assert losses == again
+        assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
+
+
+def test_refusals():
+    for said in run_ranks(jobs.refused):
+        assert "call torch's fully_shard on the model first" in said["not sharded"]
+        assert "apply() was called on this model before" in said["twice"]
+        assert "give fully_shard a mesh of one dimension" in said["HSDP"]
+        assert "is of ZeRO-3, and not of FSDP2" in said["recipe"] and "zeropp-4bit, zeropp-exact" in said["recipe"]
+        assert '"zeropp_fp8.numerics" is of ZeRO-3' in said["field"]
+        assert "wheights" in said["unknown"] and "did you mean" in said["unknown"]
+        assert '"weights.difference"' in said["exact in 32 bits"].replace("zeropp_fp8.", "")
+        assert "ranks_per_node" in said["nodes"]
+        assert "call apply() on this model first" in said["not applied"]
+        assert '"reshard_after_forward" as true or false' in said["fewer ranks"]
+
+
+def test_start_table_and_progress():
+    text = run_ranks(jobs.table)[0]
+    assert "recipe zeropp; 2 node(s) x 2 rank(s)" in text
+    for line in ("weights ", "gradients within nodes", "gradients between nodes", "secondary shard", "gather unit"):
+        assert f"\n  {line}" in text
+    assert "zeropp_fp8: step 4: a rank sends" in text
+
+
+def test_a_model_that_is_dropped_takes_all_with_it():
+    for is_gone, hooks in run_two(jobs.collected):
+        assert is_gone and hooks == 0
+
+
+def test_the_example():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "integrations" / "fsdp2.py"), "--ranks-per-node", "1", "--steps", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.3
+    assert "weights_backward: 0 bytes between nodes, 0 within" in done.stdout
+
+
+def test_deepspeed_is_not_needed():
+    code = "import sys; sys.modules['deepspeed'] = None; import zeropp_fp8.fsdp2"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)

@@ -1,0 +1,168 @@
+"""Everything that the modules of one model share, and its life: a step of the optimizer, writes to weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeropp_fp8.comm import ErrorFeedback
+from zeropp_fp8.comm.lanes import Lane
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
+from zeropp_fp8.fsdp2.unit import FSDPUnit
+from zeropp_fp8.zero.gather.hops import Hops
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.secondary import SecondaryShards
+from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import Row, row_of_hop, table_of
+from zeropp_fp8.zero.telemetry import ProgressLine
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class Host:
+    """The collectives of one model.
+
+    Attributes:
+        units: of all modules that fully_shard was called on, in the order of the model.
+        feedback: residuals of gradients, if the section asks for them.
+        at_step: called when an optimizer has made a step.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[FSDPParamGroup], session: Session) -> None:
+        self.session, config, device = session, session.config, session.device
+        session.leave_exact(model)
+        route, names = Route(session), {id(param): name for name, param in model.named_parameters()}
+        self.units = [FSDPUnit(g, [names[id(p.sharded_param)] for p in g.fsdp_params], route) for g in groups]
+        self.at_step: list[Callable[[], None]] = []
+        self._model = weakref.ref(model)
+        self.hops = Hops(route, lambda: self.units)
+        self._order: dict[FSDPUnit, None] = {}  # as a forward first asks for them
+        self._rings, self._first, self._last = Rings.on(device), Lane(device), Lane(device)
+        gradients = config.gradients
+        self.feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
+        self._stepped = self._evaluating = False
+        self._progress = ProgressLine(session, config.report.every) if config.report.every else None
+        SecondaryShards(session).choose(self.units)
+        model.register_forward_pre_hook(self._forward_begins, prepend=True)  # torch's gathers the root's weights
+        model.register_state_dict_post_hook(lambda *_: self._may_be_written())
+        if session.topology.rank == 0:
+            print("\n".join(table_of(session, self._rows())), flush=True)
+        own = weakref.ref(self)
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(own, optimizer))
+        weakref.finalize(self, hook.remove)
+
+    # -- gathers ------------------------------------------------------------------------------------------------------
+
+    def counting_gathers(self) -> AbstractContextManager:
+        """A context in which bytes are those of the pass that runs."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        kind = "weights_backward" if in_backward else OUTSIDE if self._evaluating else "weights_forward"
+        return self.session.ledger.counting(kind)
+
+    def first_hops(self, unit: FSDPUnit) -> None:
+        """Start the hops between nodes of a unit whose weights are new, and of all that a forward needs after it."""
+        self._look_at(unit)
+        if unit not in self._order:
+            self._order[unit] = None
+        if unit.pending is not None or unit.secondary_is_current or not unit.keeps_secondary:
+            return
+        self.hops.written()  # torch lets this stream wait for the optimizer
+        for each in self._order:
+            self._look_at(each)
+            self.hops.start_first(each)
+
+    def _look_at(self, unit: FSDPUnit) -> None:
+        """Forget what was derived from weights that have been written since, other than by a step."""
+        version = unit.version
+        if version != unit.known_version:
+            unit.known_version = version
+            self.hops.cancel(unit)
+            unit.changed()
+
+    def _forward_begins(self, *_: Any) -> None:
+        evaluating = not torch.is_grad_enabled()
+        if evaluating != self._evaluating:  # moving averages are put in place and taken out through `param.data`
+            self._may_be_written()
+        self._evaluating = evaluating
+        self.end_step()
+
+    def _may_be_written(self) -> None:
+        """Weights may have been written where autograd does not see it, such as into a state dict, by a checkpoint.
+
+        With differences it costs few bytes where they have not been.
+        """
+        for unit in self.units:
+            self.hops.cancel(unit)
+            unit.changed(by_step=True)
+
+    def end_step(self) -> None:
+        """Count a step, if an optimizer has made one since the last call."""
+        if self._stepped:
+            self._stepped = False
+            self.session.ledger.end_step()
+            if self._progress is not None:
+                self._progress.step_counted()
+
+    def stepped(self, params: set[int]) -> None:
+        """An optimizer has written these parameters, by id."""
+        for call in self.at_step:
+            call()
+        for unit in self.units:
+            if any(id(member.sharded_param) in params for member in unit.members):
+                self._stepped = True
+                self.hops.cancel(unit)
+                unit.known_version = unit.version
+                unit.changed(by_step=True)
+
+    def weights_changed(self) -> None:
+        """Weights were written through `param.data`: gather all of them anew. Call it on every rank."""
+        for unit in self.units:
+            self.hops.cancel(unit)
+            unit.changed()
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether this backward is a step's last, as the script says with `set_is_last_backward`; else each is."""
+        return self._model()._get_fsdp_state()._state_ctx.is_last_backward
+
+    def reduction(self, names: list[str]) -> Reduction:
+        """The resources of one reduction of gradients with these names."""
+        return Reduction(self._rings, self._first, self._last, self.session.ledger, self.feedback, names)
+
+    # -- the start table ----------------------------------------------------------------------------------------------
+
+    def _rows(self) -> list[Row]:
+        session, by_format = self.session, defaultdict(list)
+        for unit in self.units:
+            for member in unit.members:
+                by_format[repr(unit.wire_format_of(member))].append(member.sharded_param)
+        rows: list[Row] = [
+            ("weights", name, sum(p.numel() for p in params), f"{len(params)} tensors")
+            for name, params in by_format.items()
+        ]
+        trained = sum(m.sharded_param.numel() for u in self.units for m in u.members if m.sharded_param.requires_grad)
+        topology, formats = session.topology, session.formats
+        rows.append(row_of_hop(session, "within nodes", formats.within, topology.ranks_per_node, trained))
+        rows.append(row_of_hop(session, "between nodes", formats.between, topology.nodes, trained))
+        kept = sum(unit.numel for unit in self.units if unit.keeps_secondary)
+        how = ("added to" if formats.differs else "as received") if kept else "none"
+        remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there" if kept else ""
+        rows.append(("secondary shard", how, kept, remark))
+        return [*rows, ("gather unit", "fully_shard", 0, f"{len(self.units)} modules")]
+
+
+def _stepped(host: weakref.ref, optimizer: torch.optim.Optimizer) -> None:
+    found = host()
+    if found is not None:
+        found.stepped({id(param) for group in optimizer.param_groups for param in group["params"]})

@@ -1,0 +1,141 @@
+"""Put the collectives on a model of fully_shard, or refuse: the functions that a script calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeropp_fp8.config import SECTION, ConfigError, PluginConfig, resolve
+from zeropp_fp8.fsdp2.collectives import QuantizedAllGather, QuantizedReduceScatter
+from zeropp_fp8.fsdp2.host import Host
+from zeropp_fp8.fsdp2.unit import dtype_of
+from zeropp_fp8.zero.session import Session
+
+_HOST = "_zeropp_fp8_fsdp2"  # attribute of the root module
+_HERE = {"enabled", "recipe", "topology", "weights", "secondary", "gradients", "report"}  # parts of the section
+RECIPES = ("lossless", "zeropp", "zeropp-4bit", "zeropp-exact")
+
+
+def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """(module, torch's parameter group) of all modules that fully_shard was called on.
+
+    Raises:
+        ConfigError: a module has several groups.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, there was at most one
+        groups = [each for each in ([state._fsdp_param_group] if groups is None else groups) if each is not None]
+        if len(groups) > 1:
+            raise ConfigError(
+                f"zeropp_fp8.fsdp2: {name or 'the model'} has {len(groups)} groups of parameters over several meshes; "
+                "give them modules of their own"
+            )
+        if groups:
+            yield module, groups[0]
+
+
+def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup, torch.device]:
+    """The process group and the device of all modules.
+
+    Raises:
+        ConfigError: they have none, or several.
+    """
+    if not groups:
+        raise ConfigError("zeropp_fp8.fsdp2: call torch's fully_shard on the model first, and apply() after it")
+    replicated = [g for _, g in groups if getattr(g.mesh_info, "replicate_mesh_size", 1) > 1]
+    if replicated:
+        raise ConfigError(
+            "zeropp_fp8.fsdp2: the mesh has a dimension that replicates (HSDP), whose all-reduce between nodes torch "
+            "does itself; give fully_shard a mesh of one dimension over all ranks: weights stay in the node anyway"
+        )
+    shards = {id(group.mesh_info.shard_process_group): group.mesh_info.shard_process_group for _, group in groups}
+    if len(shards) > 1:
+        raise ConfigError("zeropp_fp8.fsdp2: modules are sharded over different meshes; give fully_shard one mesh")
+    return next(iter(shards.values())), groups[0][1].device
+
+
+def apply(model: nn.Module, recipe: str = "zeropp", ranks_per_node: int | str = "detect", **section: Any) -> nn.Module:
+    """Let a model of fully_shard gather its weights and reduce its gradients as a recipe says. Collective.
+
+    Call it once, after `fully_shard` and before the first forward, on every rank.
+
+    Args:
+        model: fully_shard was called on it, and on its blocks.
+        recipe: `lossless`, `zeropp`, `zeropp-4bit` or `zeropp-exact`.
+        ranks_per_node: ranks that share a node; "detect": those on one host.
+        section: more fields, as in the ds_config's section: `weights={"block_size": 128}`.
+
+    Returns:
+        the model.
+
+    Raises:
+        ConfigError: the recipe or a field does not go with FSDP2, or the model with this; the same on every rank.
+    """
+    if getattr(model, _HOST, None) is not None:
+        raise ConfigError("zeropp_fp8.fsdp2: apply() was called on this model before")
+    topology = {"ranks_per_node": ranks_per_node}
+    groups = list(_groups_of(model))
+    in_16_bits = any(dtype_of(g, member).itemsize == 2 for _, g in groups for member in g.fsdp_params)
+    ds_config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": in_16_bits}}
+    config = resolve({**ds_config, SECTION: {"recipe": recipe, "topology": topology, **section}})
+    _refuse_what_is_of_zero(config)
+    group, device = _shared(groups)
+    host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device))
+    for (module, _), unit in zip(groups, host.units):
+        module.set_custom_all_gather(QuantizedAllGather(host, unit))
+        if config.quantizes_gradients:
+            reduction = QuantizedReduceScatter(host, unit)
+            host.at_step.append(reduction.forget_sums)
+            module.set_custom_reduce_scatter(reduction)
+    object.__setattr__(model, _HOST, host)
+    return model
+
+
+def _refuse_what_is_of_zero(config: PluginConfig) -> None:
+    """Raise ConfigError for fields that something of ZeRO-3 must honour."""
+    plain, gradients = PluginConfig(), config.gradients
+    others = [name for name in type(config).model_fields if name not in _HERE]
+    found = [name for name in others if getattr(config, name) != getattr(plain, name)]
+    found += ["gradients.scales"] if gradients.scales != "block" else []
+    found += ["gradients.store_format"] if gradients.store_format != "none" else []
+    if found:
+        raise ConfigError(
+            f'"{SECTION}.{found[0]}" is of ZeRO-3, and not of FSDP2, where weights and gradients travel in few bits; '
+            f"recipes here are {', '.join(RECIPES)}"
+        )
+
+
+def host_of(model: nn.Module) -> Host:
+    """The collectives of a model.
+
+    Raises:
+        ConfigError: apply() was not called on it.
+    """
+    host = getattr(model, _HOST, None)
+    if host is None:
+        raise ConfigError("zeropp_fp8.fsdp2: call apply() on this model first")
+    return host
+
+
+def wire_report(model: nn.Module, total: bool = False) -> dict:
+    """Bytes on the wire per step, as `zeropp_fp8.wire_report` of an engine tells them."""
+    host = host_of(model)
+    host.end_step()
+    return host.session.ledger.report(total)
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Say on every rank that weights were written through `param.data`, which nothing tells.
+
+    An optimizer's step, writes to parameters (`load_state_dict`, `param.mul_()`), a state dict that was taken, and the
+    change between training and evaluation are seen without it.
+    """
+    host_of(model).weights_changed()

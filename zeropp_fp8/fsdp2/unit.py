@@ -1,0 +1,113 @@
+"""A parameter group of `fully_shard` as a unit, which travels through the same hops as ZeRO-3's (zero/gather/).
+
+torch cuts parameters by rows, equally, with zeros below the last one, and gathers a group as [ranks, elements], in
+which a rank's row has its part of each parameter. Its all-gather copies parts into such a buffer before it asks for the
+rows of others, and copies whole parameters out of it. Rows are encoded from the parts themselves, so that nodes can
+exchange them before torch asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.gather.buffers import Regions
+from zeropp_fp8.zero.gather.difference import Difference
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.sliced import SlicedUnit
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+def dtype_of(group: FSDPParamGroup, member: FSDPParam) -> torch.dtype:
+    """The dtype in which a parameter is gathered, as its MixedPrecisionPolicy says."""
+    own, chosen = member.sharded_param.dtype, group.mp_policy.param_dtype
+    return chosen if chosen is not None and own.is_floating_point else own
+
+
+class FSDPUnit(SlicedUnit):
+    """The parameters of one module that fully_shard gathers together.
+
+    Args:
+        group: torch's object, of which the parts and their sizes are read.
+        names: of its parameters in the model.
+
+    Attributes:
+        members: torch's objects of the parameters, in the order of a row.
+        known_version: of the parts from which everything kept was derived.
+    """
+
+    members: Sequence[FSDPParam]
+
+    def __init__(self, group: FSDPParamGroup, names: list[str], route: Route) -> None:
+        self.route = route
+        super().__init__([], self)  # the unit answers for its storage: it has the same route
+        self.group, self.members, self.names = group, group.fsdp_params, names
+        self.numel = sum(member.sharded_param.numel() for member in self.members)
+        self.known_version: tuple = ()
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def part_numels(self) -> list[int]:
+        """Elements of this rank's part of each parameter, the same on all ranks."""
+        return [member.padded_sharded_param_size.numel() for member in self.members]
+
+    @property
+    def version(self) -> tuple:
+        """A value that changes where autograd sees a write to a part: to the parameter, or to what `to_local` gives."""
+        params = [member.sharded_param for member in self.members]
+        return tuple([(id(p), p._version, p._local_tensor._version) for p in params])
+
+    def wire_format_of(self, member: FSDPParam) -> WireFormat:
+        """The format of a parameter: matrices as configured, vectors and skipped modules in full."""
+        session = self.route.session
+        exact = len(member._orig_size) < 2 or id(member.sharded_param) in session.exact["weights"]
+        quantized = None if exact else session.formats.weights
+        return quantized or UnquantizedFormat(dtype_of(self.group, member))
+
+    # -- as a unit ----------------------------------------------------------------------------------------------------
+
+    @property
+    def shards_are_values(self) -> bool:
+        return False
+
+    def lay_out(self) -> None:
+        dtypes, numels = [dtype_of(self.group, member) for member in self.members], self.part_numels
+        made_for = list(zip(dtypes, numels))
+        if self.layout is not None and self._made_for == made_for:
+            return
+        self._made_for = made_for
+        formats = [self.wire_format_of(member) for member in self.members]
+        self.layout = PayloadLayout(numels, formats, dtypes, self.route.device)
+        self._regions = Regions([self.layout.row_bytes])
+        self.payload = None
+        self.difference = Difference(self)
+
+    def own_payload(self, into: Tensor | None = None) -> Tensor:
+        device, dtypes = self.route.device, [dtype for dtype, _ in self._made_for]
+        parts = [member._sharded_param_data for member in self.members]
+        if any(part.dtype != dtype or part.device != device for part, dtype in zip(parts, dtypes)):
+            own = [torch.empty(part.shape, dtype=dtype, device=device) for part, dtype in zip(parts, dtypes)]
+            torch._foreach_copy_(own, parts)
+            parts = own
+        row = torch.empty(1, self.layout.row_bytes, dtype=torch.uint8, device=device) if into is None else into
+        self.layout.encode(parts, self.route.one_row, row)
+        return row
+
+    def write(self, gathered: Tensor, into: Tensor) -> None:
+        """Decode the last hop's result into `into`, [ranks * elements of a row]."""
+        route, rows = self.route, into.view(self.route.world_size, -1)
+        numels = self.part_numels
+        whole = torch.empty_like(into)
+        values = whole.split([route.world_size * numel for numel in numels])
+        self.layout.decode(self.codes_in(gathered), route.rank_order, values)
+        by_rank = [value.view(route.world_size, -1) for value in values]
+        torch._foreach_copy_(list(rows.split(numels, dim=1)), by_rank)
