@@ -300,6 +300,8 @@ def check_script(given):
         return
     if given[0] == "launch":
         given = given[1:]
+    elif given[0] == "--nproc-per-node":  # of torchrun
+        given = given[2:]
     if given[0] in ("-m", "--module"):
         module, *rest = given[1:]
         assert importlib.util.find_spec(module), module

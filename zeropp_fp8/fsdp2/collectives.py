@@ -60,7 +60,7 @@ class QuantizedAllGather(_OfAModule, AllGather):
         host, unit = self._host, self._unit
         with torch.no_grad(), host.counting_gathers():
             host.first_hops(unit)
-            host.session.ledger.stock_would_send(output_tensor.numel())
+            host.session.ledger.stock_would_send(group.size() * sum(unit.part_numels))
             host.hops.start(unit)
             pending = unit.pending
             pending.wait()
@@ -139,11 +139,8 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             session, world = self._host.session, self._host.session.topology.world_size
             trained = [m for m in self._unit.members if m.sharded_param.requires_grad]
             numels = [member.padded_sharded_param_size.numel() for member in trained]
-            exact = session.exact["gradients"]
-            shapes = [
-                (world * n,) if len(m._orig_size) < 2 or id(m.sharded_param) in exact else (world, n)
-                for m, n in zip(trained, numels)
-            ]
+            exact = [self._unit.sends_exactly("gradients", member) for member in trained]
+            shapes = [(world * n,) if alone else (world, n) for alone, n in zip(exact, numels)]
             names = [self._unit.names[self._unit.members.index(member)] for member in trained]
             if world * sum(numels) != gradients.numel():
                 numels, shapes, names = [gradients.numel() // world], [gradients.shape], [f"some of {names[0]} ..."]

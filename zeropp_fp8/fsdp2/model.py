@@ -25,7 +25,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
     """(module, torch's parameter group) of all modules that fully_shard was called on.
 
     Raises:
-        ConfigError: a module has several groups.
+        ConfigError: a module has several groups, or a tensor subclass gathers itself.
     """
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -38,6 +38,12 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
                 f"zeropp_fp8.fsdp2: {name or 'the model'} has {len(groups)} groups of parameters over several meshes; "
                 "give them modules of their own"
             )
+        for param in (each.sharded_param for group in groups for each in group.fsdp_params):
+            if hasattr(param._local_tensor, "fsdp_pre_all_gather"):
+                raise ConfigError(
+                    f"zeropp_fp8.fsdp2: {name or 'the model'} has parameters that bring a gather of their own (as "
+                    "torchao's float8 with enable_fsdp_float8_all_gather); switch that off"
+                )
         if groups:
             yield module, groups[0]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.buffers import Regions
 from zeropp_fp8.zero.gather.difference import Difference
@@ -66,11 +67,14 @@ class FSDPUnit(SlicedUnit):
         params = [member.sharded_param for member in self.members]
         return tuple([(id(p), p._version, p._local_tensor._version) for p in params])
 
+    def sends_exactly(self, what: str, member: FSDPParam) -> bool:
+        """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits, whatever the formats."""
+        skipped = getattr(self.route.session.config, what).skip_modules
+        return len(member._orig_size) < 2 or matches(self.names[self.members.index(member)], skipped)
+
     def wire_format_of(self, member: FSDPParam) -> WireFormat:
-        """The format of a parameter: matrices as configured, vectors and skipped modules in full."""
-        session = self.route.session
-        exact = len(member._orig_size) < 2 or id(member.sharded_param) in session.exact["weights"]
-        quantized = None if exact else session.formats.weights
+        """The format of a parameter's weights."""
+        quantized = None if self.sends_exactly("weights", member) else self.route.session.formats.weights
         return quantized or UnquantizedFormat(dtype_of(self.group, member))
 
     # -- as a unit ----------------------------------------------------------------------------------------------------
@@ -103,11 +107,9 @@ class FSDPUnit(SlicedUnit):
         return row
 
     def write(self, gathered: Tensor, into: Tensor) -> None:
-        """Decode the last hop's result into `into`, [ranks * elements of a row]."""
-        route, rows = self.route, into.view(self.route.world_size, -1)
-        numels = self.part_numels
-        whole = torch.empty_like(into)
-        values = whole.split([route.world_size * numel for numel in numels])
+        """Decode the last hop's result into `into`, the ranks' rows, as bytes where parameters have several dtypes."""
+        route, world = self.route, self.route.world_size
+        values = [torch.empty(world * numel, dtype=dtype, device=into.device) for dtype, numel in self._made_for]
         self.layout.decode(self.codes_in(gathered), route.rank_order, values)
-        by_rank = [value.view(route.world_size, -1) for value in values]
-        torch._foreach_copy_(list(rows.split(numels, dim=1)), by_rank)
+        parts = [value.view(world, -1).view(into.dtype) for value in values]
+        torch._foreach_copy_(list(into.view(world, -1).split([part.shape[1] for part in parts], dim=1)), parts)

@@ -283,6 +283,36 @@ def resumed(recipe, fields=None):
     return went_on, (trained(other, data[2:], optimizer), full(other))
 
 
+def _gathering_itself():
+    model = sharded()
+    model.lm_head.weight._local_tensor.fsdp_pre_all_gather = None
+    return model
+
+
+def two_dtypes():
+    """Losses of modules whose frozen parameters are in bf16, of stock and of a recipe; computed in fp32."""
+    data, found = list(batches(3, dist.get_rank())), []
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for recipe in (None, "lossless", "zeropp"):
+        model = sharded(policy, make=TwoDtypes)
+        if recipe:
+            fsdp2.apply(model, recipe)
+        found.append((trained(model, data), full(model)))
+    return found
+
+
+class TwoDtypes(Odd):
+    """The first linear layer of each block is frozen, in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        del self.__dict__["_modules"]["model"]
+        for layer in self.layers:
+            layer[0].requires_grad_(False).bfloat16()
+            layer[0].register_forward_pre_hook(lambda module, args: args[0].bfloat16())
+            layer[1].register_forward_pre_hook(lambda module, args: args[0].float())
+
+
 def refused():
     """Errors of apply(), by model and field, and of a model that it cannot serve."""
     world = dist.get_world_size()
@@ -299,6 +329,7 @@ def refused():
         "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),
         "exact in 32 bits": attempt(lambda: fsdp2.apply(sharded(), "zeropp-exact")),
         "nodes": attempt(lambda: fsdp2.apply(sharded(), "zeropp", ranks_per_node=3)),
+        "gathers itself": attempt(lambda: fsdp2.apply(_gathering_itself())),
         "not applied": attempt(lambda: fsdp2.wire_report(sharded())),
         "fewer ranks": attempt(lambda: loss_of(resharded, tokens).backward()),
     }

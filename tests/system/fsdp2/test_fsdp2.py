@@ -122,6 +122,12 @@ def test_frozen_parameters():
         assert all(torch.equal(weights[name], theirs[name]) for name in weights if "mlp" not in name)
 
 
+def test_parameters_of_two_dtypes():
+    for stock, lossless, zeropp in run_two(jobs.two_dtypes):
+        assert lossless[0] == stock[0] and zeropp[0] == pytest.approx(stock[0], rel=1e-2)
+        assert all(torch.equal(weight, stock[1][name]) for name, weight in lossless[1].items())
+
+
 def test_ways_to_shard_are_the_same_numbers():
     for found in run_two(jobs.ways):
         losses, weights = found["plain"]
@@ -147,6 +153,7 @@ def test_refusals():
         assert "wheights" in said["unknown"] and "did you mean" in said["unknown"]
         assert '"weights.difference"' in said["exact in 32 bits"].replace("zeropp_fp8.", "")
         assert "ranks_per_node" in said["nodes"]
+        assert "bring a gather of their own" in said["gathers itself"]
         assert "call apply() on this model first" in said["not applied"]
         assert '"reshard_after_forward" as true or false' in said["fewer ranks"]
 
@@ -166,7 +173,7 @@ def test_a_model_that_is_dropped_takes_all_with_it():
 
 def test_the_example():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "integrations" / "fsdp2.py"), "--ranks-per-node", "1", "--steps", "4"]
+    command += [str(ROOT / "examples" / "pretrain" / "fsdp2.py"), "--ranks-per-node", "1", "--steps", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,6 +1,6 @@
 """Train a small Llama with PyTorch's FSDP2 and this project's collectives, without DeepSpeed.
 
-    torchrun --nproc-per-node 4 examples/integrations/fsdp2.py --recipe zeropp --ranks-per-node 2
+    torchrun --nproc-per-node 4 examples/pretrain/fsdp2.py --recipe zeropp --ranks-per-node 2
 
 It saves and loads a checkpoint of torch.distributed.checkpoint on the way, and prints losses and bytes per step.
 """
