@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -81,7 +82,9 @@ def main() -> None:
     if rank == 0:
         for kind, links in report["per_step"].items():
             print(f"{kind}: {links['inter']:.0f} bytes between nodes, {links['intra']:.0f} within")
+    dist.barrier()
     dist.destroy_process_group()
+    time.sleep(0.1)  # gloo's threads let go of their last tensors, for which they need Python
 
 
 if __name__ == "__main__":
