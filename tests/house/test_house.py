@@ -23,7 +23,7 @@ LINES = {
     "config": 1795,
     "doctor": 1414,
     "formats": 2540,
-    "fsdp2": 637,
+    "fsdp2": 661,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
@@ -41,7 +41,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"FSDP2": 350}
+ALLOWED = {"FSDP2": 330}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

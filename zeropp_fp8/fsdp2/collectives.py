@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan
 from zeropp_fp8.config import ConfigError
 from zeropp_fp8.fsdp2.host import Host
 from zeropp_fp8.fsdp2.unit import FSDPUnit
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 @dataclass
@@ -23,21 +28,20 @@ class _Planned:
 
     Attributes:
         numels, names: elements per rank of each tensor, and what its residual goes by.
-        sums, passes: of earlier micro-batches, in the node, and how many there are.
+        is_whole: they are of all trained parameters of the module.
     """
 
     plan: ReduceScatterPlan
     numels: list[int]
     names: list[str]
-    sums: list[Tensor] | None = None
-    passes: int = 0
+    is_whole: bool
 
 
 class _OfAModule:
     """Both of them: memory is the allocator's, and the group is the one that all modules share."""
 
-    def __init__(self, host: Host, unit: FSDPUnit) -> None:
-        self._host, self._unit = host, unit
+    def __init__(self, host: Host, unit: FSDPUnit, module: FSDPModule) -> None:
+        self._host, self._unit, self._module = host, unit, module
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -71,13 +75,16 @@ class QuantizedAllGather(_OfAModule, AllGather):
 class QuantizedReduceScatter(_OfAModule, ReduceScatter):
     """qgZ: the mean over all ranks in two hops, of matrices in few bits.
 
-    A backward that leaves parameters out does not say which, so all of them are then sent in full. Micro-batches before
-    the last (`set_is_last_backward(False)`) add up in the node, and cross between nodes with the last.
+    A backward that leaves parameters out does not say which, so all of them are then sent in full, and to the end.
+    Otherwise micro-batches before the last (`set_is_last_backward(False)`) add up in the node, in fp32, and cross
+    between nodes with the last.
     """
 
-    def __init__(self, host: Host, unit: FSDPUnit) -> None:
-        super().__init__(host, unit)
+    def __init__(self, host: Host, unit: FSDPUnit, module: FSDPModule) -> None:
+        super().__init__(host, unit, module)
         self._plans: dict[tuple[int, torch.dtype], _Planned] = {}
+        self._sums: list[Tensor] | None = None  # of earlier micro-batches, in the node
+        self._passes = 0  # how many there are
 
     def __call__(
         self,
@@ -96,16 +103,20 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             tensors = [tensor.view(world, -1) for tensor in whole]
             torch._foreach_copy_(tensors, list(input_tensor.view(world, -1).split(numels, dim=1)))
             reduction, results = host.reduction(planned.names), output_tensor.split(numels)
-            last = host.is_last_backward
-            if last and not planned.passes:
+            last = self._module._get_fsdp_state()._state_ctx.is_last_backward
+            if any(member.sharded_param.grad is None for member in self._trained):
+                self._passes = 0  # zero_grad() has dropped them; torch gives each a gradient of zeros before
+            if last and self._passes and not planned.is_whole:
+                self.check_finished()
+            if not planned.is_whole or (last and not self._passes):
                 steps = plan.run(tensors, results, reduction)
             else:
-                planned.sums = planned.sums or plan.new_sums(input_tensor.dtype)
-                steps = plan.sum_in_node(tensors, planned.sums, reduction, accumulate=planned.passes > 0)
-                planned.passes += 1
+                self._sums = self._sums or plan.new_sums(torch.float32)
+                steps = plan.sum_in_node(tensors, self._sums, reduction, accumulate=self._passes > 0)
+                self._passes += 1
                 if last:
-                    steps = itertools.chain(steps, plan.spread(planned.sums, results, reduction, accumulate=False))
-                    planned.passes = 0
+                    steps = itertools.chain(steps, plan.spread(self._sums, results, reduction, accumulate=False))
+                    self._passes = 0
                 else:
                     output_tensor.zero_()
             for _ in steps:
@@ -113,13 +124,25 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             reduction.first.before_current()
             reduction.last.before_current()
             factor = self._factor(op, world)
-            if factor != 1 and last:
+            if factor != 1:
                 output_tensor.mul_(factor)
 
-    def forget_sums(self) -> None:
-        """Drop what micro-batches have added up in the node."""
-        for planned in self._plans.values():
-            planned.passes = 0
+    def check_finished(self) -> None:
+        """Refuse to go on without what earlier micro-batches have added up in the node.
+
+        Raises:
+            RuntimeError: no last backward has sent it on. It is the same on all ranks.
+        """
+        if self._passes:
+            raise RuntimeError(
+                f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others rest inside the node: say "
+                "set_is_last_backward(True) before the last micro-batch, whose backward must reach all trained "
+                "parameters of the module, or leave set_is_last_backward out"
+            )
+
+    @property
+    def _trained(self) -> list[FSDPParam]:
+        return [member for member in self._unit.members if member.sharded_param.requires_grad]
 
     def _factor(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world: int) -> float:
         """The number that the mean over ranks is multiplied with."""
@@ -137,17 +160,18 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
         key = gradients.numel(), gradients.dtype
         if key not in self._plans:
             session, world = self._host.session, self._host.session.topology.world_size
-            trained = [m for m in self._unit.members if m.sharded_param.requires_grad]
+            trained = self._trained
             numels = [member.padded_sharded_param_size.numel() for member in trained]
             exact = [self._unit.sends_exactly("gradients", member) for member in trained]
             shapes = [(world * n,) if alone else (world, n) for alone, n in zip(exact, numels)]
             names = [self._unit.names[self._unit.members.index(member)] for member in trained]
-            if world * sum(numels) != gradients.numel():
+            is_whole = world * sum(numels) == gradients.numel()
+            if not is_whole:
                 numels, shapes, names = [gradients.numel() // world], [gradients.shape], [f"some of {names[0]} ..."]
             formats = session.formats
             dtypes = [gradients.dtype] * len(numels)
             plan = ReduceScatterPlan(
                 shapes, dtypes, session.topology, formats.within, formats.between, gradients.device
             )
-            self._plans[key] = _Planned(plan, numels, names)
+            self._plans[key] = _Planned(plan, numels, names, is_whole)
         return self._plans[key]

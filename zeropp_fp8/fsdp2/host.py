@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
@@ -34,7 +34,7 @@ class Host:
     Attributes:
         units: of all modules that fully_shard was called on, in the order of the model.
         feedback: residuals of gradients, if the section asks for them.
-        at_step: called when an optimizer has made a step.
+        before_step: called before an optimizer writes a unit's parameters.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[FSDPParamGroup], session: Session) -> None:
@@ -42,8 +42,7 @@ class Host:
         session.leave_exact(model)
         route, names = Route(session), {id(param): name for name, param in model.named_parameters()}
         self.units = [FSDPUnit(g, [names[id(p.sharded_param)] for p in g.fsdp_params], route) for g in groups]
-        self.at_step: list[Callable[[], None]] = []
-        self._model = weakref.ref(model)
+        self.before_step: dict[FSDPUnit, Callable[[], None]] = {}
         self.hops = Hops(route, lambda: self.units)
         self._order: dict[FSDPUnit, None] = {}  # as a forward first asks for them
         self._rings, self._first, self._last = Rings.on(device), Lane(device), Lane(device)
@@ -57,8 +56,10 @@ class Host:
         if session.topology.rank == 0:
             print("\n".join(table_of(session, self._rows())), flush=True)
         own = weakref.ref(self)
-        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(own, optimizer))
-        weakref.finalize(self, hook.remove)
+        before = register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(own, Host.step_begins, optimizer))
+        after = register_optimizer_step_post_hook(lambda optimizer, *_: _tell(own, Host.stepped, optimizer))
+        for hook in (before, after):
+            weakref.finalize(self, hook.remove)
 
     # -- gathers ------------------------------------------------------------------------------------------------------
 
@@ -112,16 +113,19 @@ class Host:
             if self._progress is not None:
                 self._progress.step_counted()
 
-    def stepped(self, params: set[int]) -> None:
-        """An optimizer has written these parameters, by id."""
-        for call in self.at_step:
-            call()
-        for unit in self.units:
-            if any(id(member.sharded_param) in params for member in unit.members):
-                self._stepped = True
-                self.hops.cancel(unit)
-                unit.known_version = unit.version
-                unit.changed(by_step=True)
+    def step_begins(self, units: Sequence[FSDPUnit]) -> None:
+        """An optimizer is about to write parameters of these units."""
+        for unit in units:
+            if unit in self.before_step:
+                self.before_step[unit]()
+
+    def stepped(self, units: Sequence[FSDPUnit]) -> None:
+        """An optimizer has written parameters of these units."""
+        for unit in units:
+            self._stepped = True
+            self.hops.cancel(unit)
+            unit.known_version = unit.version
+            unit.changed(by_step=True)
 
     def weights_changed(self) -> None:
         """Weights were written through `param.data`: gather all of them anew. Call it on every rank."""
@@ -130,11 +134,6 @@ class Host:
             unit.changed()
 
     # -- reductions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def is_last_backward(self) -> bool:
-        """Whether this backward is a step's last, as the script says with `set_is_last_backward`; else each is."""
-        return self._model()._get_fsdp_state()._state_ctx.is_last_backward
 
     def reduction(self, names: list[str]) -> Reduction:
         """The resources of one reduction of gradients with these names."""
@@ -162,7 +161,8 @@ class Host:
         return [*rows, ("gather unit", "fully_shard", 0, f"{len(self.units)} modules")]
 
 
-def _stepped(host: weakref.ref, optimizer: torch.optim.Optimizer) -> None:
+def _tell(host: weakref.ref, what: Callable, optimizer: torch.optim.Optimizer) -> None:
     found = host()
     if found is not None:
-        found.stepped({id(param) for group in optimizer.param_groups for param in group["params"]})
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        what(found, [unit for unit in found.units if any(id(m.sharded_param) in params for m in unit.members)])

@@ -96,10 +96,10 @@ def apply(model: nn.Module, recipe: str = "zeropp", ranks_per_node: int | str = 
     group, device = _shared(groups)
     host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device))
     for (module, _), unit in zip(groups, host.units):
-        module.set_custom_all_gather(QuantizedAllGather(host, unit))
+        module.set_custom_all_gather(QuantizedAllGather(host, unit, module))
         if config.quantizes_gradients:
-            reduction = QuantizedReduceScatter(host, unit)
-            host.at_step.append(reduction.forget_sums)
+            reduction = QuantizedReduceScatter(host, unit, module)
+            host.before_step[unit] = reduction.check_finished
             module.set_custom_reduce_scatter(reduction)
     object.__setattr__(model, _HOST, host)
     return model

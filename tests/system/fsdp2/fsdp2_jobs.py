@@ -39,7 +39,9 @@ class Odd(nn.Module):
     def config(self):
         return None
 
-    def forward(self, input_ids, labels, skip=()):
+    def forward(self, input_ids, labels=None, skip=()):
+        if labels is None:  # a loss that not all of the model's own parameters have a part in
+            return self.head(self.embed(input_ids % 67)).square().mean()
         x = self.embed(input_ids % 67)
         for index, layer in enumerate(self.layers):
             x = x if index in skip else x + layer(x) * self.scale.sum()
@@ -208,6 +210,41 @@ def accumulated(recipe, how, policy=None):
     return grads, fsdp2.wire_report(model)["per_step"]["gradients"]["inter"]
 
 
+def micro_batches_cut_short():
+    """Gradients after micro-batches that another optimizer's step, or zero_grad(), came between, and errors of a step
+    without a last one, and of a last one that leaves parameters out."""
+    data, found = list(batches(2, dist.get_rank())), {}
+
+    def begun():
+        model = fsdp2.apply(sharded(make=odd), "zeropp", **EXACT)
+        model.set_is_last_backward(False)
+        loss_of(model, data[0]).backward()
+        return model, adamw(model)
+
+    def ended(model):
+        model.set_is_last_backward(True)
+        loss_of(model, data[1]).backward()
+        return {name: param.grad.full_tensor().clone() for name, param in model.named_parameters()}
+
+    found["both"] = ended(begun()[0])
+    model, _ = begun()
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    other(torch.ones(2)).sum().backward()
+    optimizer.step()
+    found["another optimizer"] = ended(model)
+    model, optimizer = begun()
+    optimizer.zero_grad()
+    found["dropped"] = ended(model)
+    found["second"] = ended(fsdp2.apply(sharded(make=odd), "zeropp", **EXACT))
+    model, optimizer = begun()
+    found["no last"] = attempt(optimizer.step)
+    model, _ = begun()
+    model.set_is_last_backward(True)
+    found["left out"] = attempt(lambda: model(data[1]).backward())
+    return found
+
+
 def gradients(recipe=None, change=None, policy=None, skip=(), make=llama):
     """Gradients of a batch."""
     model = sharded(policy, make=make)
@@ -240,6 +277,31 @@ def summed(model):
 def freeze(model):
     for name, param in model.named_parameters():
         param.requires_grad_("mlp" in name)
+
+
+def in_a_wrapper():
+    """Losses of a model of which only the blocks are sharded, inside of a module that is not; of stock and zeropp."""
+    data, found = list(batches(3, dist.get_rank())), []
+    for recipe in (None, "lossless", "zeropp"):
+        torch.manual_seed(0)
+        inner = llama()
+        for block in inner.model.layers:
+            fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = _Wrapper(inner)
+        if recipe:
+            fsdp2.apply(model, recipe)
+        sharded_params = [param for block in inner.model.layers for param in block.parameters()]
+        found.append(trained(model, data, torch.optim.AdamW(sharded_params, lr=1e-3)))
+    return found
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs):
+        return self.inner(**inputs)
 
 
 def ways():

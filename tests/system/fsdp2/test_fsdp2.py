@@ -92,6 +92,21 @@ def test_micro_batches(how):
         assert_close(grads, stock)
 
 
+def test_micro_batches_that_are_cut_short():
+    """No gradient is lost without a word: not by another optimizer's step, and not by a step that comes too early."""
+    for found in run_two(jobs.micro_batches_cut_short):
+        for one, other in (("both", "another optimizer"), ("second", "dropped")):
+            assert all(torch.equal(grad, found[other][name]) for name, grad in found[one].items()), other
+        assert any(not torch.equal(grad, found["second"][name]) for name, grad in found["both"].items())
+        for which in ("no last", "left out"):
+            assert "rest inside the node: say set_is_last_backward(True)" in found[which], which
+
+
+def test_blocks_alone_inside_of_a_wrapper():
+    for stock, lossless, zeropp in run_two(jobs.in_a_wrapper):
+        assert lossless == stock and zeropp == pytest.approx(stock, rel=1e-2)
+
+
 def assert_close(grads, stock, names=None):
     """Within the error of two hops, of 8 and of 4 bits; vectors are sent exactly."""
     assert grads.keys() == stock.keys()
