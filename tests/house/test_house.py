@@ -19,7 +19,7 @@ PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
     "comm": 2036,
-    "compute": 2377,
+    "compute": 2450,
     "config": 1795,
     "doctor": 1414,
     "formats": 2540,
@@ -41,7 +41,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"FSDP2": 330}
+ALLOWED = {"FSDP2": 255}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.compute.dispatch import combine, dispatch
 from zeropp_fp8.compute.grouped import Groups
 from zeropp_fp8.compute.linear import apply_linear, refuse_fp16
 from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers
@@ -101,17 +102,14 @@ class LowPrecisionExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden] of hidden_states [tokens, hidden], through the experts top_k_index [tokens, k], whose
         results are weighted with top_k_weights [tokens, k] and added up."""
-        chosen = top_k_index.shape[-1]
-        expert_of, order = top_k_index.reshape(-1).sort(stable=True)
+        chosen, expert_of = top_k_index.shape[-1], top_k_index.reshape(-1)
         groups = Groups.of(expert_of, self.num_experts)
         first, second = self.projections
-        x = self._through(first, groups.spread(hidden_states[order // chosen]), groups, expert_of)
+        x = self._through(first, dispatch(hidden_states, groups, chosen), groups, expert_of)
         x = self._through(second, self._apply_gate(x) if self.has_gate else self.act_fn(x), groups, expert_of)
-        x = x[groups.row_of]
         if getattr(self, "has_post_expert_norm", False):
             x = self.post_expert_norm(x)
-        x = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        return x[order.argsort()].view(-1, chosen, x.shape[-1]).sum(dim=1).to(hidden_states.dtype)
+        return combine(x, top_k_weights, groups).to(hidden_states.dtype)
 
     def _through(self, name: str, x: Tensor, groups: Groups, expert_of: Tensor) -> Tensor:
         y = self.projections[name](x, groups)

@@ -1,4 +1,4 @@
-"""The products of a stack of matrices with rows that are sorted by the matrix that they go through.
+"""The products of a stack of matrices with rows in groups, one per matrix.
 
     rows   y_s = x_s W_e^T         for each row s of group e: forward and, with W^T, the gradient of the input
     sums   dW_e = g_e^T x_e        over the rows of group e
@@ -36,27 +36,35 @@ class Groups:
         ends: int32 [matrices], where each group ends: multiples of 16, none of them empty, for sums over FP8 rows; the
             last is the number of rows.
         row_of: int64 [rows given]: where each row that was given stands. Others are zeros.
-        rows: their number.
+        given_of: int64 [rows]: which one stands there, or the number of those given.
     """
 
     matrices: int
     ends: Tensor
     row_of: Tensor
-    rows: int
+    given_of: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Their number."""
+        return self.given_of.numel()
 
     @classmethod
     def of(cls, matrix_of: Tensor, matrices: int) -> Groups:
-        """Groups of rows that are sorted by `matrix_of`, int64 [rows given]. Waits for no device."""
-        given = torch.zeros(matrices, dtype=torch.int64, device=matrix_of.device)
-        given.scatter_add_(0, matrix_of, torch.ones_like(matrix_of))
-        padded = (given.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        """Groups of rows that go through `matrix_of`, int64 [rows given]. Waits for no device."""
+        device, given = matrix_of.device, matrix_of.numel()
+        in_order, order = matrix_of.to(torch.int16).sort(stable=True)  # two passes instead of eight
+        ends_given = torch.searchsorted(in_order, torch.arange(matrices, dtype=torch.int16, device=device), right=True)
+        numbers = ends_given.diff(prepend=ends_given.new_zeros(1))
+        padded = (numbers.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         ends = padded.cumsum(0)
-        shift = (ends - padded) - (given.cumsum(0) - given)
-        rows = matrix_of.numel() + ALIGNMENT * matrices
+        shift = (ends - padded) - (ends_given - numbers)
+        rows = given + ALIGNMENT * matrices
         rows += -rows % ALIGNMENT
-        row_of = torch.arange(matrix_of.numel(), device=matrix_of.device) + shift[matrix_of]
+        places = torch.arange(given, device=device) + shift[in_order.long()]
         ends[-1] = rows
-        return cls(matrices, ends.int(), row_of, rows)
+        row_of = torch.empty_like(order).scatter_(0, order, places)
+        return cls(matrices, ends.int(), row_of, torch.full((rows,), given, device=device).scatter_(0, places, order))
 
     def spread(self, given: Tensor) -> Tensor:
         """[rows, ...] of [rows given, ...], with zeros between groups."""
