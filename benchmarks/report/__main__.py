@@ -40,6 +40,7 @@ from benchmarks.report.blocks import MARKED, Block, filled, named
 DOCUMENTS = (
     "README.md",
     "docs/method.md",
+    "docs/compute.md",
     "docs/deepspeed.md",
     "docs/doctor.md",
     "docs/recipes.md",

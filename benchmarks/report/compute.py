@@ -110,6 +110,25 @@ def fp8_convergence(result: dict) -> str:
 PARTS = ("weights", "weights_activations", "error_diffusion")
 
 
+def fp8_experts(result: dict) -> str:
+    """Forward and backward of a layer's packed experts, against bf16."""
+    by_tokens: dict[int, dict[str, dict]] = {}
+    for row in result["rows"]:
+        by_tokens.setdefault(row["tokens"], {})[row["run"]] = row
+    scalings = [run for run in next(iter(by_tokens.values())) if run != "bf16"]
+    rows = [
+        [f"{tokens:,}", f"{runs['bf16']['ms']:.1f}"]
+        + [f"{runs[run]['ms']:.1f} ({runs[run]['times_bf16']:.2f} x)" for run in scalings]
+        for tokens, runs in by_tokens.items()
+    ]
+    model, versions = result["model"], result["versions"]
+    head = f"""{model["experts"]} experts of {model["hidden"]} x {model["intermediate"]}, {model["chosen"]} per token,
+        forward and backward on one {result["hardware"]["gpu"]}, beside bf16 by `grouped_mm` of transformers
+        {versions["transformers"]} (torch {versions["torch"].partition("+")[0]}); the target with most tokens is
+        {result["target"]}:"""
+    return f"{paragraph(head)}\n\n{table(['tokens', 'bf16, ms', *(f'`{run}`' for run in scalings)], rows)}"
+
+
 def direct_cast_says(result: dict) -> str:
     """Return what was cast, and how sure the differences are."""
 
@@ -146,6 +165,7 @@ BLOCKS = {
         fp8_stack,
         ("fp8_stack/h200-1-local", "fp8_stack/h200-1-local-compile", "fp8_stack/h200-1-local-transformers"),
     ),
+    "fp8_experts": Block(fp8_experts, ("fp8_experts/h200-1-local",)),
     "convergence_says": Block(convergence_says, ("convergence/h200-1-local",), sourced=False),
     "fp8_convergence": Block(fp8_convergence, ("convergence/h200-1-local",)),
     "direct_cast_says": Block(direct_cast_says, ("direct_cast/cpu-1-local",), sourced=False),

@@ -203,7 +203,7 @@ BLOCKS = {
         tuple(
             f"weight_changes/{name}-1-local{what}"
             for name, what in (
-                *(("h200", what) for what in ("-sft", "", "-ppo_1e-5", "-ppo_1e-6")),
+                *(("h200", what) for what in ("-sft", "", "-sgd", "-ppo_1e-5", "-ppo_1e-6")),
                 ("cpu", ""),
             )
         ),
