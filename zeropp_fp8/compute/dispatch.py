@@ -49,7 +49,9 @@ class _Combine(torch.autograd.Function):
         rows, weights, token_of, rows_of = ctx.saved_tensors
         grad = _rows_at(grad, token_of)
         weight_of = weights.new_zeros(rows.shape[0]).index_copy_(0, rows_of.view(-1), weights.view(-1))
-        grad_weights = (grad * rows).sum(dim=1, dtype=torch.promote_types(weights.dtype, torch.float32))[rows_of].to(weights.dtype)
+        grad_weights = (
+            (grad * rows).sum(dim=1, dtype=torch.promote_types(weights.dtype, torch.float32))[rows_of].to(weights.dtype)
+        )
         return grad.mul_(weight_of.unsqueeze(1)).to(rows.dtype), grad_weights, None, None
 
 

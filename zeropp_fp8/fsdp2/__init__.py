@@ -3,6 +3,7 @@
 unit.py          a parameter group of fully_shard, in the hops of zero/gather/
 host.py          shared by the modules of a model: hops, resources of reductions, steps, writes to weights
 collectives.py   the all-gather and reduce-scatter of a module, as torch calls them
+replicas.py      the mean over copies of the model, where each node has one
 model.py         apply() and the other functions that a script calls, and their refusals
 extra_state.py   residuals of error feedback in a checkpoint
 """

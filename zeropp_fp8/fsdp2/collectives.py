@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan
 from zeropp_fp8.config import ConfigError
 from zeropp_fp8.fsdp2.host import Host
 from zeropp_fp8.fsdp2.unit import FSDPUnit
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 @dataclass
@@ -104,11 +100,12 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             torch._foreach_copy_(tensors, list(input_tensor.view(world, -1).split(numels, dim=1)))
             reduction, results = host.reduction(planned.names), output_tensor.split(numels)
             last = self._module._get_fsdp_state()._state_ctx.is_last_backward
-            if any(member.sharded_param.grad is None for member in self._trained):
+            if any(member.sharded_param.grad is None for member in self._unit.trained):
                 self._passes = 0  # zero_grad() has dropped them; torch gives each a gradient of zeros before
             if last and self._passes and not planned.is_whole:
                 self.check_finished()
-            if not planned.is_whole or (last and not self._passes):
+            at_once = not planned.is_whole or plan.topology.nodes == 1
+            if at_once or (last and not self._passes):
                 steps = plan.run(tensors, results, reduction)
             else:
                 self._sums = self._sums or plan.new_sums(torch.float32)
@@ -140,10 +137,6 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
                 "parameters of the module, or leave set_is_last_backward out"
             )
 
-    @property
-    def _trained(self) -> list[FSDPParam]:
-        return [member for member in self._unit.members if member.sharded_param.requires_grad]
-
     def _factor(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world: int) -> float:
         """The number that the mean over ranks is multiplied with."""
         if op == dist.ReduceOp.AVG:
@@ -160,14 +153,9 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
         key = gradients.numel(), gradients.dtype
         if key not in self._plans:
             session, world = self._host.session, self._host.session.topology.world_size
-            trained = self._trained
-            numels = [member.padded_sharded_param_size.numel() for member in trained]
-            exact = [self._unit.sends_exactly("gradients", member) for member in trained]
+            numels, exact, names = self._unit.reduced_together(gradients.numel() // world)
             shapes = [(world * n,) if alone else (world, n) for alone, n in zip(exact, numels)]
-            names = [self._unit.names[self._unit.members.index(member)] for member in trained]
-            is_whole = world * sum(numels) == gradients.numel()
-            if not is_whole:
-                numels, shapes, names = [gradients.numel() // world], [gradients.shape], [f"some of {names[0]} ..."]
+            is_whole = len(numels) == len(self._unit.trained)
             formats = session.formats
             dtypes = [gradients.dtype] * len(numels)
             plan = ReduceScatterPlan(

@@ -27,6 +27,8 @@ from zeropp_fp8.zero.telemetry import ProgressLine
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+    from zeropp_fp8.fsdp2.replicas import Replicas
+
 
 class Host:
     """The collectives of one model.
@@ -35,14 +37,17 @@ class Host:
         units: of all modules that fully_shard was called on, in the order of the model.
         feedback: residuals of gradients, if the section asks for them.
         before_step: called before an optimizer writes a unit's parameters.
+        replicas: the ranks with the same part of other copies of the model, if there are any.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[FSDPParamGroup], session: Session) -> None:
-        self.session, config, device = session, session.config, session.device
+    def __init__(
+        self, model: nn.Module, groups: Sequence[FSDPParamGroup], session: Session, replicas: Replicas | None
+    ) -> None:
+        self.session, config, device, self.replicas = session, session.config, session.device, replicas
         session.leave_exact(model)
         route, names = Route(session), {id(param): name for name, param in model.named_parameters()}
         self.units = [FSDPUnit(g, [names[id(p.sharded_param)] for p in g.fsdp_params], route) for g in groups]
-        self.before_step: dict[FSDPUnit, Callable[[], None]] = {}
+        self.before_step: dict[FSDPUnit, list[Callable[[], None]]] = defaultdict(list)
         self.hops = Hops(route, lambda: self.units)
         self._order: dict[FSDPUnit, None] = {}  # as a forward first asks for them
         self._rings, self._first, self._last = Rings.on(device), Lane(device), Lane(device)
@@ -116,8 +121,8 @@ class Host:
     def step_begins(self, units: Sequence[FSDPUnit]) -> None:
         """An optimizer is about to write parameters of these units."""
         for unit in units:
-            if unit in self.before_step:
-                self.before_step[unit]()
+            for check in self.before_step[unit]:
+                check()
 
     def stepped(self, units: Sequence[FSDPUnit]) -> None:
         """An optimizer has written parameters of these units."""
@@ -154,6 +159,9 @@ class Host:
         topology, formats = session.topology, session.formats
         rows.append(row_of_hop(session, "within nodes", formats.within, topology.ranks_per_node, trained))
         rows.append(row_of_hop(session, "between nodes", formats.between, topology.nodes, trained))
+        if self.replicas is not None:
+            copies = self.replicas.topology.nodes
+            rows.append(row_of_hop(session, "over copies", formats.between, copies, trained))
         kept = sum(unit.numel for unit in self.units if unit.keeps_secondary)
         how = ("added to" if formats.differs else "as received") if kept else "none"
         remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there" if kept else ""

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeropp_fp8.config import SECTION, ConfigError, PluginConfig, resolve
 from zeropp_fp8.fsdp2.collectives import QuantizedAllGather, QuantizedReduceScatter
 from zeropp_fp8.fsdp2.host import Host
+from zeropp_fp8.fsdp2.replicas import MeanOverReplicas, Replicas
 from zeropp_fp8.fsdp2.unit import dtype_of
 from zeropp_fp8.zero.session import Session
 
@@ -60,7 +62,8 @@ def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup
     if replicated:
         raise ConfigError(
             "zeropp_fp8.fsdp2: the mesh has a dimension that replicates (HSDP), whose all-reduce between nodes torch "
-            "does itself; give fully_shard a mesh of one dimension over all ranks: weights stay in the node anyway"
+            "does itself; give fully_shard a mesh of one dimension over all ranks, as weights stay in the node anyway, "
+            'or mesh["shard"] alone, and apply() replicate=mesh["replicate"]'
         )
     shards = {id(group.mesh_info.shard_process_group): group.mesh_info.shard_process_group for _, group in groups}
     if len(shards) > 1:
@@ -68,7 +71,28 @@ def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup
     return next(iter(shards.values())), groups[0][1].device
 
 
-def apply(model: nn.Module, recipe: str = "zeropp", ranks_per_node: int | str = "detect", **section: Any) -> nn.Module:
+def _replicas(mesh: DeviceMesh, shards: dist.ProcessGroup, device: torch.device) -> Replicas:
+    """The ranks of other copies.
+
+    Raises:
+        ConfigError: the mesh has more than one dimension, or ranks that share a copy with this one.
+    """
+    shared = {} if mesh.ndim != 1 else set(mesh.mesh.tolist()) & set(dist.get_process_group_ranks(shards))
+    if shared != {dist.get_rank()}:
+        raise ConfigError(
+            "zeropp_fp8.fsdp2: replicate must be a mesh of one dimension over ranks of different copies: "
+            'mesh["replicate"] where fully_shard got mesh["shard"] of the same mesh'
+        )
+    return Replicas(mesh, device)
+
+
+def apply(
+    model: nn.Module,
+    recipe: str = "zeropp",
+    ranks_per_node: int | str = "detect",
+    replicate: DeviceMesh | None = None,
+    **section: Any,
+) -> nn.Module:
     """Let a model of fully_shard gather its weights and reduce its gradients as a recipe says. Collective.
 
     Call it once, after `fully_shard` and before the first forward, on every rank.
@@ -77,6 +101,8 @@ def apply(model: nn.Module, recipe: str = "zeropp", ranks_per_node: int | str = 
         model: fully_shard was called on it, and on its blocks.
         recipe: `lossless`, `zeropp`, `zeropp-4bit` or `zeropp-exact`.
         ranks_per_node: ranks that share a node; "detect": those on one host.
+        replicate: a mesh of one dimension, the ranks with the same part of other copies of the model (HSDP); their
+            gradients are averaged too. None: there is one copy.
         section: more fields, as in the ds_config's section: `weights={"block_size": 128}`.
 
     Returns:
@@ -94,13 +120,18 @@ def apply(model: nn.Module, recipe: str = "zeropp", ranks_per_node: int | str = 
     config = resolve({**ds_config, SECTION: {"recipe": recipe, "topology": topology, **section}})
     _refuse_what_is_of_zero(config)
     group, device = _shared(groups)
-    host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device))
+    replicas = None if replicate is None else _replicas(replicate, group, device)
+    host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device), replicas)
     for (module, _), unit in zip(groups, host.units):
         module.set_custom_all_gather(QuantizedAllGather(host, unit, module))
         if config.quantizes_gradients:
             reduction = QuantizedReduceScatter(host, unit, module)
-            host.before_step[unit] = reduction.check_finished
+            host.before_step[unit].append(reduction.check_finished)
             module.set_custom_reduce_scatter(reduction)
+        if replicas is not None:
+            hook = MeanOverReplicas(host, replicas, unit, module)
+            host.before_step[unit].append(hook.check_finished)
+            module.set_all_reduce_hook(hook)
     object.__setattr__(model, _HOST, host)
     return model
 

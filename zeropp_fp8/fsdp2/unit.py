@@ -77,6 +77,25 @@ class FSDPUnit(SlicedUnit):
         quantized = None if self.sends_exactly("weights", member) else self.route.session.formats.weights
         return quantized or UnquantizedFormat(dtype_of(self.group, member))
 
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> list[FSDPParam]:
+        """The members that get gradients."""
+        return [member for member in self.members if member.sharded_param.requires_grad]
+
+    def reduced_together(self, numel: int) -> tuple[list[int], list[bool], list[str]]:
+        """(elements, whether they travel exactly, names) of the gradients in `numel` elements of this rank.
+
+        Those of all trained members, else of some, which torch does not name: these are one, which travels exactly.
+        """
+        trained = self.trained
+        numels = [member.padded_sharded_param_size.numel() for member in trained]
+        names = [self.names[self.members.index(member)] for member in trained]
+        if sum(numels) != numel:
+            return [numel], [True], [f"some of {names[0]} ..."]
+        return numels, [self.sends_exactly("gradients", member) for member in trained], names
+
     # -- as a unit ----------------------------------------------------------------------------------------------------
 
     @property

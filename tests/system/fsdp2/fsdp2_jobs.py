@@ -351,6 +351,51 @@ def _gathering_itself():
     return model
 
 
+def copies_mesh():
+    """Two copies, each sharded over half of the ranks."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def on_copies(recipe, fields=None, **how):
+    """A model with a copy in each half of the ranks; None: torch's HSDP."""
+    mesh = copies_mesh()
+    if recipe is None:
+        return sharded(mesh=mesh, **how)
+    model = sharded(mesh=mesh["shard"], **how)
+    return fsdp2.apply(model, recipe, replicate=mesh["replicate"], **(fields or {}))
+
+
+def replicated(recipe, policy=None, make=llama, fields=None, skip=()):
+    """(losses, weights, bytes of gradients between copies per step) with a copy in each half of the ranks."""
+    model, more = on_copies(recipe, fields, policy=policy, make=make), {"skip": skip} if skip else {}
+    losses = trained(model, list(batches(4, dist.get_rank())), **more)
+    return losses, full(model), fsdp2.wire_report(model)["per_step"]["gradients"]["inter"] if recipe else None
+
+
+def replicated_micro_batches(recipe, how, policy=None):
+    """Gradients of three micro-batches on copies, bytes between them, and the error of a step that comes too early."""
+    data = list(batches(3, dist.get_rank()))
+    model = on_copies(recipe, EXACT if recipe == "zeropp" else {}, policy=policy)
+    optimizer = adamw(model)
+    for index, tokens in enumerate(data):
+        last = index == len(data) - 1
+        say = {"sync": model.set_requires_gradient_sync, "copies": model.set_requires_all_reduce}
+        say = {**say, "last": model.set_is_last_backward}.get(how)
+        if say:
+            say(last)
+        loss_of(model, tokens).backward()
+    grads = {name: param.grad.full_tensor().clone() for name, param in model.named_parameters()}
+    optimizer.step()
+    sent = fsdp2.wire_report(model)["per_step"]["gradients"]["inter"] if recipe else None
+    optimizer.zero_grad()
+    early = None
+    if recipe and how == "copies":
+        model.set_requires_all_reduce(False)
+        loss_of(model, data[0]).backward()
+        early = attempt(optimizer.step)
+    return grads, sent, early
+
+
 def two_dtypes():
     """Losses of modules whose frozen parameters are in bf16, of stock and of a recipe; computed in fp32."""
     data, found = list(batches(3, dist.get_rank())), []
@@ -386,6 +431,8 @@ def refused():
         "not sharded": attempt(lambda: fsdp2.apply(llama())),
         "twice": attempt(lambda: fsdp2.apply(twice)),
         "HSDP": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp))),
+        "copies": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp)),
+        "same copy": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp["shard"])),
         "recipe": attempt(lambda: fsdp2.apply(sharded(BF16), "fp8-lm")),
         "field": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp", numerics={"every": 5})),
         "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),

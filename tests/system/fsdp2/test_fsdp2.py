@@ -83,11 +83,13 @@ def test_weights_replaced_for_an_evaluation():
 
 
 @pytest.mark.parametrize("how", ["sync", "last", None])
-def test_micro_batches(how):
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_micro_batches(ranks_per_node, how):
     """Gradients are stock's within the bounds of their codes; with a last one said, they cross between nodes once."""
-    stock = run_ranks(jobs.accumulated, recipe=None, how=how)[0][0]
-    for grads, between in run_ranks(jobs.accumulated, recipe="zeropp", how=how):
-        once = run_ranks(jobs.accumulated, recipe="zeropp", how="sync")[0][1]
+    nodes = {"ranks_per_node": ranks_per_node}
+    stock = run_ranks(jobs.accumulated, recipe=None, how=how, **nodes)[0][0]
+    once = run_ranks(jobs.accumulated, recipe="zeropp", how="sync", **nodes)[0][1]
+    for grads, between in run_ranks(jobs.accumulated, recipe="zeropp", how=how, **nodes):
         assert between == once * (3 if how is None else 1)
         assert_close(grads, stock)
 
@@ -137,6 +139,50 @@ def test_frozen_parameters():
         assert all(torch.equal(weights[name], theirs[name]) for name in weights if "mlp" not in name)
 
 
+@pytest.mark.parametrize("make, how", [(jobs.llama, {}), (jobs.llama, BF16), (jobs.odd, {})], ids=["", "bf16", "odd"])
+def test_a_copy_in_each_node(make, how):
+    """Beside torch's HSDP: the same bits where nothing is rounded, and 12 bits for 32 between copies."""
+    stock = run_ranks(jobs.replicated, recipe=None, make=make, **how)
+    exact = run_ranks(jobs.replicated, recipe="lossless", make=make, **how)
+    rounded = run_ranks(jobs.replicated, recipe="zeropp", make=make, **how)
+    bits = 16 if how else 32
+    for (losses, weights, _), (same, theirs, sent), (close, ours, less) in zip(stock, exact, rounded):
+        assert losses == same and all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
+        assert close == pytest.approx(losses, rel=1e-2) and close != losses
+        assert all(torch.equal(weight, rounded[0][1][name]) for name, weight in ours.items())  # on every copy
+        assert less < (14 if make is jobs.llama else 20) / (2 * bits) * sent
+
+
+def test_a_copy_in_each_node_with_error_feedback():
+    fields = {"gradients": {"error_feedback": True}}
+    for (losses, _, _), (stock, *_) in zip(
+        run_ranks(jobs.replicated, recipe="zeropp", fields=fields), run_ranks(jobs.replicated, recipe=None)
+    ):
+        assert losses == pytest.approx(stock, rel=1e-2)
+
+
+def test_a_copy_in_each_node_without_some_gradients():
+    for (losses, *_), (stock, *_) in zip(
+        run_ranks(jobs.replicated, recipe="zeropp", make=jobs.odd, skip=(1,)),
+        run_ranks(jobs.replicated, recipe=None, make=jobs.odd, skip=(1,)),
+    ):
+        assert losses == pytest.approx(stock, rel=1e-2)
+
+
+@pytest.mark.parametrize("how", ["sync", "copies", "last", None])
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
+def test_micro_batches_on_copies(recipe, how):
+    stock = run_ranks(jobs.replicated_micro_batches, recipe=None, how=None)[0][0]
+    once = run_ranks(jobs.replicated_micro_batches, recipe=recipe, how="sync")[0][1]
+    for grads, sent, early in run_ranks(jobs.replicated_micro_batches, recipe=recipe, how=how):
+        assert sent == once * (3 if how is None else 1)
+        assert how != "copies" or "have not been sent to other copies" in early
+        if recipe == "zeropp":
+            assert_close(grads, stock)
+        else:
+            assert all(torch.allclose(grad, stock[name], rtol=1e-4, atol=1e-7) for name, grad in grads.items())
+
+
 def test_parameters_of_two_dtypes():
     for stock, lossless, zeropp in run_two(jobs.two_dtypes):
         assert lossless[0] == stock[0] and zeropp[0] == pytest.approx(stock[0], rel=1e-2)
@@ -163,6 +209,7 @@ def test_refusals():
         assert "call torch's fully_shard on the model first" in said["not sharded"]
         assert "apply() was called on this model before" in said["twice"]
         assert "give fully_shard a mesh of one dimension" in said["HSDP"]
+        assert all("replicate must be a mesh of one dimension" in said[each] for each in ("copies", "same copy"))
         assert "is of ZeRO-3, and not of FSDP2" in said["recipe"] and "zeropp-4bit, zeropp-exact" in said["recipe"]
         assert '"zeropp_fp8.numerics" is of ZeRO-3' in said["field"]
         assert "wheights" in said["unknown"] and "did you mean" in said["unknown"]
