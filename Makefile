@@ -28,6 +28,7 @@ help:
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
 	@echo "                SUITE=accelerate UPSTREAM=/path/to/accelerate   and transformers or trl: those libraries' tests"
 	@echo "                SUITE=vllm UPSTREAM=/path/to/an/unpacked/wheel   weights handed to vLLM's own engines"
+	@echo "                SUITE=torchtitan UPSTREAM=/path/to/it   its trainer with the collectives of fsdp2"
 	@echo "make bench QUESTION=kernels   measure; the questions are the files of benchmarks/; results in runs/"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
@@ -80,6 +81,10 @@ ifeq ($(SUITE),vllm)
 test-upstream: $(VENV)/.test
 	@test -n "$(UPSTREAM)" || { echo "say where a wheel of vLLM is unpacked: see tests/upstream/test_vllm.py"; exit 2; }
 	UPSTREAM_VLLM="$(abspath $(UPSTREAM))" $(BIN)/python -m pytest tests/upstream/test_vllm.py
+else ifeq ($(SUITE),torchtitan)
+test-upstream: $(VENV)/.test
+	@test -n "$(UPSTREAM)" || { echo "say where torchtitan is installed: see tests/upstream/test_torchtitan.py"; exit 2; }
+	UPSTREAM_TORCHTITAN="$(abspath $(UPSTREAM))" $(BIN)/python -m pytest tests/upstream/test_torchtitan.py
 else
 test-upstream: $(VENV)/.upstream
 	@test -n "$(UPSTREAM)" || { echo "say where $(SUITE) is checked out: make test-upstream UPSTREAM=/path"; exit 2; }

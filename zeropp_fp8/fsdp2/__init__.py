@@ -6,6 +6,7 @@ collectives.py   the all-gather and reduce-scatter of a module, as torch calls t
 replicas.py      the mean over copies of the model, where each node has one
 model.py         apply() and the other functions that a script calls, and their refusals
 extra_state.py   residuals of error feedback in a checkpoint
+torchtitan.py    configs of torchtitan's registries
 """
 
 from zeropp_fp8.fsdp2.extra_state import extra_state

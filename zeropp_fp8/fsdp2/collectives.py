@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan
 from zeropp_fp8.config import ConfigError
@@ -66,6 +67,20 @@ class QuantizedAllGather(_OfAModule, AllGather):
             pending.wait()
             unit.write(pending.gathered, output_tensor)
             host.hops.end(unit)
+
+
+class CountedReduceScatter(DefaultReduceScatter):
+    """torch's own, where gradients travel as they are; its bytes are counted."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args, **kwargs) -> dist.Work:
+        ledger = self._host.session.ledger
+        with ledger.counting("gradients"):
+            ledger.sent_around_ring(input_tensor.numel() * input_tensor.element_size())
+            ledger.stock_would_send(input_tensor.numel())
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
 class QuantizedReduceScatter(_OfAModule, ReduceScatter):

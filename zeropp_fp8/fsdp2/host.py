@@ -45,8 +45,14 @@ class Host:
     ) -> None:
         self.session, config, device, self.replicas = session, session.config, session.device, replicas
         session.leave_exact(model)
-        route, names = Route(session), {id(param): name for name, param in model.named_parameters()}
-        self.units = [FSDPUnit(g, [names[id(p.sharded_param)] for p in g.fsdp_params], route) for g in groups]
+        route, places = Route(session), {id(module): name for name, module in model.named_modules()}
+        self.units = []
+        for group in groups:
+            for member in group.fsdp_params:
+                member.reset_sharded_param()  # loading may have put another Parameter in its place
+            known = [member._module_info for member in group.fsdp_params]
+            names = [f"{places[id(each.module)]}.{each.param_name}".lstrip(".") for each in known]
+            self.units.append(FSDPUnit(group, names, route))
         self.before_step: dict[FSDPUnit, list[Callable[[], None]]] = defaultdict(list)
         self.hops = Hops(route, lambda: self.units)
         self._order: dict[FSDPUnit, None] = {}  # as a forward first asks for them

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from zeropp_fp8.config import SECTION, ConfigError, PluginConfig, resolve
-from zeropp_fp8.fsdp2.collectives import QuantizedAllGather, QuantizedReduceScatter
+from zeropp_fp8.fsdp2.collectives import CountedReduceScatter, QuantizedAllGather, QuantizedReduceScatter
 from zeropp_fp8.fsdp2.host import Host
 from zeropp_fp8.fsdp2.replicas import MeanOverReplicas, Replicas
 from zeropp_fp8.fsdp2.unit import dtype_of
@@ -27,7 +28,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
     """(module, torch's parameter group) of all modules that fully_shard was called on.
 
     Raises:
-        ConfigError: a module has several groups, or a tensor subclass gathers itself.
+        ConfigError: a module has several groups, collectives of another kind, or a tensor subclass that gathers itself.
     """
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -39,6 +40,11 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
             raise ConfigError(
                 f"zeropp_fp8.fsdp2: {name or 'the model'} has {len(groups)} groups of parameters over several meshes; "
                 "give them modules of their own"
+            )
+        if any(type(group._all_gather_comm) is not DefaultAllGather for group in groups):
+            raise ConfigError(
+                f"zeropp_fp8.fsdp2: {name or 'the model'} has other collectives already: leave out "
+                "set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm and set_custom_all_gather"
             )
         for param in (each.sharded_param for group in groups for each in group.fsdp_params):
             if hasattr(param._local_tensor, "fsdp_pre_all_gather"):
@@ -57,7 +63,10 @@ def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup
         ConfigError: they have none, or several.
     """
     if not groups:
-        raise ConfigError("zeropp_fp8.fsdp2: call torch's fully_shard on the model first, and apply() after it")
+        raise ConfigError(
+            "zeropp_fp8.fsdp2: call torch's fully_shard on the model first, and apply() after it; parameters that are "
+            "sharded otherwise (SimpleFSDP, DDP, tensor parallelism alone) have no collectives that can be replaced"
+        )
     replicated = [g for _, g in groups if getattr(g.mesh_info, "replicate_mesh_size", 1) > 1]
     if replicated:
         raise ConfigError(
@@ -128,6 +137,8 @@ def apply(
             reduction = QuantizedReduceScatter(host, unit, module)
             host.before_step[unit].append(reduction.check_finished)
             module.set_custom_reduce_scatter(reduction)
+        else:
+            module.set_custom_reduce_scatter(CountedReduceScatter(host))
         if replicas is not None:
             hook = MeanOverReplicas(host, replicas, unit, module)
             host.before_step[unit].append(hook.check_finished)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zeropp_fp8 import fsdp2
 
@@ -279,6 +279,23 @@ def freeze(model):
         param.requires_grad_("mlp" in name)
 
 
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+def loaded_anew():
+    """Losses of models whose parameters were replaced by others after fully_shard, as loading does."""
+    data, found = list(batches(3, dist.get_rank())), []
+    for recipe in (None, "lossless", "zeropp"):
+        model = sharded()
+        for module in model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(1.25 * param.detach()))
+        if recipe:
+            fsdp2.apply(model, recipe)
+        found.append(trained(model, data))
+    return found
+
+
 def in_a_wrapper():
     """Losses of a model of which only the blocks are sharded, inside of a module that is not; of stock and zeropp."""
     data, found = list(batches(3, dist.get_rank())), []
@@ -420,6 +437,12 @@ class TwoDtypes(Odd):
             layer[1].register_forward_pre_hook(lambda module, args: args[0].float())
 
 
+def _with_memory_of_the_group():
+    model = sharded()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    return model
+
+
 def refused():
     """Errors of apply(), by model and field, and of a model that it cannot serve."""
     world = dist.get_world_size()
@@ -433,6 +456,7 @@ def refused():
         "HSDP": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp))),
         "copies": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp)),
         "same copy": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp["shard"])),
+        "symmetric memory": attempt(lambda: fsdp2.apply(_with_memory_of_the_group())),
         "recipe": attempt(lambda: fsdp2.apply(sharded(BF16), "fp8-lm")),
         "field": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp", numerics={"every": 5})),
         "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),

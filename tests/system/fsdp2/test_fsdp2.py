@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -102,6 +103,18 @@ def test_micro_batches_that_are_cut_short():
         assert any(not torch.equal(grad, found["second"][name]) for name, grad in found["both"].items())
         for which in ("no last", "left out"):
             assert "rest inside the node: say set_is_last_backward(True)" in found[which], which
+
+
+def test_parameters_that_were_loaded_after_sharding():
+    for stock, lossless, zeropp in run_two(jobs.loaded_anew):
+        assert lossless == stock and zeropp == pytest.approx(stock, rel=1e-2)
+
+
+def test_offloaded_parameters():
+    for found in run_ranks(jobs.beside_stock, recipes=["lossless", "zeropp"], **jobs.OFFLOADED):
+        (losses, weights, _), (stock, theirs, _) = found["lossless"], found[None]
+        assert losses == stock and all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
+        assert found["zeropp"][0] == pytest.approx(stock, rel=1e-2)
 
 
 def test_blocks_alone_inside_of_a_wrapper():
@@ -207,6 +220,7 @@ def test_checkpoints_of_torch(recipe, fields):
 def test_refusals():
     for said in run_ranks(jobs.refused):
         assert "call torch's fully_shard on the model first" in said["not sharded"]
+        assert "SimpleFSDP" in said["not sharded"] and "set_symm_mem_for_comm" in said["symmetric memory"]
         assert "apply() was called on this model before" in said["twice"]
         assert "give fully_shard a mesh of one dimension" in said["HSDP"]
         assert all("replicate must be a mesh of one dimension" in said[each] for each in ("copies", "same copy"))
@@ -233,12 +247,25 @@ def test_a_model_that_is_dropped_takes_all_with_it():
         assert is_gone and hooks == 0
 
 
-def test_the_example():
+def printed_by(script, *more):
+    """What an example prints, of four steps on two nodes of one rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "pretrain" / "fsdp2.py"), "--ranks-per-node", "1", "--steps", "4"]
+    command += [str(ROOT / "examples" / "pretrain" / script), "--ranks-per-node", "1", "--steps", "4", *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_trainer_on_a_model_that_transformers_shards(tmp_path):
+    done = printed_by("fsdp2_trainer.py", "--folder", str(tmp_path))
+    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", done.stdout + done.stderr)]
+    assert len(losses) in (4, 8) and losses[-1] < losses[0] - 0.3
+    assert "weights_backward: 0 bytes between nodes, 0 within" in done.stdout
+
+
+def test_the_example():
+    done = printed_by("fsdp2.py")
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.3
     assert "weights_backward: 0 bytes between nodes, 0 within" in done.stdout
