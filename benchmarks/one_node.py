@@ -40,7 +40,7 @@ from benchmarks.harness.environment import forget_memory
 from benchmarks.harness.jobs import Job
 from benchmarks.harness.measuring import Steps, micro_batches, random_tokens, reached_gbit, timed_steps
 from benchmarks.harness.nodes import PLACES, ranks_apart, set_rate_everywhere
-from benchmarks.harness.peers import MODELS, SECTIONS, TORCHAO, made
+from benchmarks.harness.peers import MODELS, SECTIONS, TORCHAO, made, wire_of
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import EVERY_SIZE
 from benchmarks.harness.tables import cell, verdict
@@ -95,9 +95,7 @@ def measure(run: str, args, device: torch.device) -> dict:
 
 def wire(engine) -> dict:
     """Return what the ledger has counted of a step, and what this rank keeps."""
-    import zeropp_fp8
-
-    report = zeropp_fp8.wire_report(engine, total=True)
+    report = wire_of(engine)
     session = engine.zeropp_fp8_session
     by_all = sum(sum(kind.values()) for kind in report["per_step"].values())
     return {

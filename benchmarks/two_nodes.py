@@ -52,9 +52,11 @@ from benchmarks.harness.peers import (
     RUNS,
     STOCK_MUON,
     TORCHAO,
+    UNDER_FSDP,
     WHOLE,
     WORLD,
     made,
+    wire_of,
 )
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
 from benchmarks.harness.sizes import EVERY_SIZE
@@ -132,7 +134,7 @@ def _complete(args, parser) -> None:
 
 def _by_default(run: str, args, on_gpu: bool) -> bool:
     """Whether a run is measured where none is named."""
-    named = ("zeropp-exact", *EXACT, *WHOLE, *OWNERS, STOCK_MUON, *IN_FP8, *TORCHAO, *ONE_NODE_RUNS)
+    named = ("zeropp-exact", *EXACT, *WHOLE, *OWNERS, STOCK_MUON, *IN_FP8, *TORCHAO, *UNDER_FSDP, *ONE_NODE_RUNS)
     if run.endswith("-compiled") or run in named:
         return False
     return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
@@ -193,9 +195,7 @@ def _set_rate(rate) -> None:
 
 def _ledger_bytes(engine) -> float:
     """Bytes that one node has sent to the other in finished steps, by the plugin's count."""
-    import zeropp_fp8
-
-    report = zeropp_fp8.wire_report(engine, total=True)
+    report = wire_of(engine)
     inter = sum(kind["inter"] for kind in report["per_step"].values()) * report["steps"]
     return inter * int(os.environ["LOCAL_WORLD_SIZE"]) / int(os.environ["WORLD_SIZE"])
 
@@ -209,9 +209,7 @@ def _bytes_and_floor(engine, row: dict, rate) -> dict:
         floor = 1e3 * row["ledger_bytes_per_node_step"] / (rate * GBIT)
         more = {"floor_ms": floor, "times_floor": row["step_ms"] / floor}
     if engine is not None:
-        import zeropp_fp8
-
-        more["wire"] = zeropp_fp8.wire_report(engine, total=True)
+        more["wire"] = wire_of(engine)
     return more
 
 

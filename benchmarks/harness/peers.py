@@ -1,6 +1,6 @@
 """ZeRO-3 of all kinds and FSDP on one model of transformers: what this project is compared with between nodes.
 
-Each builds its engine and gives step(*tokens) -> loss (tokens of a micro-batch each), session (the plugin's engine, or
+Each builds its engine and gives step(*tokens) -> loss (tokens of a micro-batch each), session (what `wire_of` takes, or
 None) and close().
 
     stock-zero2              DeepSpeed ZeRO-2
@@ -19,6 +19,8 @@ None) and close().
                              reduced over once per step
     fsdp2-torchao            fully_shard of torchao's float8 training: a scale per tensor, weights gathered in FP8
     fsdp2-compiled, ...      the same, decoder layers compiled
+    fsdp2-zeropp, ...        fully_shard with this project's collectives, over all ranks
+    hsdp-zeropp, ...         the same with a copy in each node
 """
 
 from __future__ import annotations
@@ -59,7 +61,12 @@ COMPILED = {f"{run}-compiled": {**section, "compile": "blocks"} for run, section
 SECTIONS = {**_EAGER, **WORLD, **USED, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
-FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
+# The project's collectives under fully_shard, by recipe.
+UNDER_FSDP = {
+    f"{kind}-{recipe}": recipe for kind in ("fsdp2", "hsdp") for recipe in ("lossless", "zeropp", "zeropp-exact")
+}
+UNDER_FSDP |= {f"{run}-compiled": recipe for run, recipe in UNDER_FSDP.items()}
+FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO, *UNDER_FSDP)
 RUNS = ("stock-zero2", "stock", "stock-leaf", STOCK_MUON, *SECTIONS, *FSDP, *IN_TREE)
 MODELS = ("1.3b", "small", "tiny", "4b-moe", "small-moe", "tiny-moe")
 LR = 1e-4
@@ -117,6 +124,15 @@ def ds_config(run: str, args, lr: float = LR) -> dict:
     return config
 
 
+def wire_of(session) -> dict:
+    """Bytes per step of all ranks together, of what a run has as its session."""
+    import zeropp_fp8
+    from zeropp_fp8 import fsdp2
+
+    report = fsdp2.wire_report if hasattr(session, "reshard") else zeropp_fp8.wire_report
+    return report(session, total=True)
+
+
 class DeepSpeedRun:
     """ZeRO-3: stock, with leaf modules, with DeepSpeed's own ZeRO++, or with the plugin."""
 
@@ -167,13 +183,15 @@ class FsdpRun:
         # ZeRO-3 replaces it for good with a Python function that saves memory; FSDP must not pay for that.
         torch.nn.functional.linear = STOCK_LINEAR
         world, per_node = torch.distributed.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-        if run.startswith("hsdp"):
+        copies = run.startswith("hsdp")
+        if copies:
             shape, names = (world // per_node, per_node), ("replicate", "shard")
         else:
             shape, names = (world,), ("shard",)
         reduce_dtype = torch.bfloat16 if args.fsdp_reduce_dtype == "bf16" else torch.float32
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         options = {
-            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+            "mesh": mesh["shard"] if run in UNDER_FSDP else mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
         }
         self.model = build_model(args.model, device)
@@ -185,6 +203,12 @@ class FsdpRun:
                 layer.compile()
             fully_shard(layer, reshard_after_forward=True, **options)
         fully_shard(self.model, **options)  # by default the root stays gathered: backward needs it at once
+        if run in UNDER_FSDP:
+            from zeropp_fp8 import fsdp2
+
+            replicate = mesh["replicate"] if copies else None
+            fsdp2.apply(self.model, UNDER_FSDP[run], per_node, replicate, report={"every": 0})
+            self.session = self.model
         if device.type == "cpu":  # gloo has no mean
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
@@ -206,7 +230,7 @@ class FsdpRun:
         return loss
 
     def close(self) -> None:
-        self.model = self.optimizer = None
+        self.model = self.optimizer = self.session = None
 
 
 def in_float8(model: nn.Module, device: torch.device) -> Callable[[nn.Module], None]:

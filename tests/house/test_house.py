@@ -18,12 +18,12 @@ from tests.places import ROOT
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
     "": 983,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
-    "comm": 2036,
-    "compute": 2450,
+    "comm": 2037,
+    "compute": 2452,
     "config": 1795,
     "doctor": 1414,
     "formats": 2540,
-    "fsdp2": 661,
+    "fsdp2": 884,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
@@ -41,7 +41,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"FSDP2": 255}
+ALLOWED = {"FSDP2": 25}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

@@ -68,7 +68,7 @@ STEP = r"step:\s+(\d+)\s+loss:\s+([\d.]+)\s+grad_norm:\s+([\d.]+)"
 
 
 def test_the_debug_model_trains(place):
-    """What torchtitan prints with nothing rounded is what it prints without the project."""
+    """With nothing rounded torchtitan prints the same as without the project."""
     losses, norms, _ = trained(place, "stock")
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
     exact, same, table = trained(place, "lossless")

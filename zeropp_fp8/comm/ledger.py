@@ -87,6 +87,7 @@ class WireLedger:
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
         self.world_size = nodes * ranks_per_node
+        self.copies = 1  # of the model, each on so many ranks, of which this ledger is one rank's
         self.kind = OUTSIDE
         self.bill: Bill | None = None
         # For issue.py: DeepSpeed's comms logger; and a list of (link, collective under way) while links are timed.
@@ -125,7 +126,7 @@ class WireLedger:
         bill.clear()
 
     def _count(self, table: str, link: str, num_bytes: float, by_all: float | None = None) -> None:
-        by_all = num_bytes * self.world_size if by_all is None else by_all
+        by_all = num_bytes * self.world_size * self.copies if by_all is None else by_all
         if self.kind != OUTSIDE:
             self.pending[table, self.kind, link] += num_bytes
             self.pending[table, self.kind, _OF_ALL[link]] += by_all

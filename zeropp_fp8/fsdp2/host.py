@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zeropp_fp8.comm import ErrorFeedback
+from zeropp_fp8.comm import ErrorFeedback, make_topology
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
 from zeropp_fp8.fsdp2.unit import FSDPUnit
 from zeropp_fp8.zero.gather.hops import Hops
@@ -27,7 +29,19 @@ from zeropp_fp8.zero.telemetry import ProgressLine
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    from zeropp_fp8.fsdp2.replicas import Replicas
+
+class Replicas:
+    """The ranks that have this rank's part of the model, and the resources of their reductions.
+
+    Args:
+        mesh: of one dimension, these ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self.topology = make_topology(mesh.get_group(), 1)
+        self.rings, self.first, self.last = Rings.on(device), Lane(device), Lane(device)
+        self.one_row = SliceOrder([0], device)
+        self.in_order = SliceOrder(range(self.topology.nodes), device)
 
 
 class Host:
@@ -45,6 +59,7 @@ class Host:
     ) -> None:
         self.session, config, device, self.replicas = session, session.config, session.device, replicas
         session.leave_exact(model)
+        session.ledger.copies = 1 if replicas is None else replicas.topology.nodes
         route, places = Route(session), {id(module): name for name, module in model.named_modules()}
         self.units = []
         for group in groups:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from zeropp_fp8.config import SECTION, ConfigError, PluginConfig, resolve
 from zeropp_fp8.fsdp2.collectives import CountedReduceScatter, QuantizedAllGather, QuantizedReduceScatter
-from zeropp_fp8.fsdp2.host import Host
-from zeropp_fp8.fsdp2.replicas import MeanOverReplicas, Replicas
+from zeropp_fp8.fsdp2.host import Host, Replicas
+from zeropp_fp8.fsdp2.replicas import MeanOverReplicas
 from zeropp_fp8.fsdp2.unit import dtype_of
 from zeropp_fp8.zero.session import Session
 

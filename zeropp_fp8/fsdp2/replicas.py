@@ -9,37 +9,15 @@ in bf16 sends 32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from zeropp_fp8.comm import make_topology
 from zeropp_fp8.comm.all_gather import gather_through
-from zeropp_fp8.comm.lanes import Lane
-from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings, formats_of_hops
+from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, formats_of_hops
+from zeropp_fp8.fsdp2.host import Host, Replicas
 from zeropp_fp8.fsdp2.unit import FSDPUnit
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
-    from zeropp_fp8.fsdp2.host import Host
-
-
-class Replicas:
-    """The ranks that have this rank's part of the model, and the resources of their reductions.
-
-    Args:
-        mesh: of one dimension, these ranks.
-    """
-
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.topology = make_topology(mesh.get_group(), 1)
-        self.rings, self.first, self.last = Rings.on(device), Lane(device), Lane(device)
-        self.one_row = SliceOrder([0], device)
-        self.in_order = SliceOrder(range(self.topology.nodes), device)
 
 
 class MeanOverReplicas:
@@ -89,8 +67,8 @@ class MeanOverReplicas:
     def _reduce(self, gradients: Tensor) -> None:
         replicas, host = self._replicas, self._host
         plan, back, numels, names = self._planned(gradients)
-        parts = list(gradients.split(numels))
-        shares = [torch.empty(n, dtype=torch.float32, device=gradients.device) for n in plan.slice_numels]
+        parts, sizes = list(gradients.split(numels)), plan.slice_numels
+        shares = [torch.empty(n, dtype=torch.float32, device=gradients.device) for n in sizes]
         resources = replicas.rings, replicas.first, replicas.last, host.session.ledger, host.feedback
         for _ in plan.run(parts, shares, Reduction(*resources, [f"{name}, copies" for name in names])):
             pass
@@ -99,7 +77,7 @@ class MeanOverReplicas:
         row = torch.empty(1, back.row_bytes, dtype=torch.uint8, device=gradients.device)
         back.encode(shares, replicas.one_row, row)
         rows = gather_through(row.view(-1), [replicas.topology.between], host.session.ledger)
-        means = [torch.empty(replicas.topology.nodes * n, device=gradients.device) for n in plan.slice_numels]
+        means = [torch.empty(len(rows) // back.row_bytes * n, dtype=torch.float32, device=row.device) for n in sizes]
         back.decode(rows.view(-1, back.row_bytes), replicas.in_order, means)
         torch._foreach_copy_(parts, [mean[:n] for mean, n in zip(means, numels)])
 

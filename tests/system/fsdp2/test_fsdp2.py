@@ -248,7 +248,7 @@ def test_a_model_that_is_dropped_takes_all_with_it():
 
 
 def printed_by(script, *more):
-    """What an example prints, of four steps on two nodes of one rank."""
+    """The output of an example: four steps on two nodes of one rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "examples" / "pretrain" / script), "--ranks-per-node", "1", "--steps", "4", *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
