@@ -15,7 +15,8 @@ same order, in bf16 with fp32 master weights, AdamW, gradients clipped at 1, a l
     lossless               this project with nothing rounded: bit for bit what stock gives
     zeropp, zeropp-4bit    weights in INT8 or INT4, gradients in INT8 and INT4
     zeropp-exact           weights as exact differences, gradients as with zeropp
-    lossless-muon, ...     the same with Muon of the layers' matrices, at --muon-lr, on owners of whole matrices
+    lossless-muon, ...     the same with Muon of the layers' matrices, at --muon-lr, on owners of whole matrices;
+                           zeropp-int8-muon with gradients in INT8 between nodes too
     in-tree                DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ); GPUs with nvcc only
 
 Cases:

@@ -16,6 +16,7 @@ SECTIONS = {
     "zeropp-exact": {"recipe": "zeropp-exact"},
     "lossless-muon": {"recipe": "lossless", "partition": "whole_tensor"},
     "zeropp-muon": {"recipe": "zeropp", "partition": "whole_tensor"},
+    "zeropp-int8-muon": {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"inter_format": "int8"}},
     IN_TREE: None,
 }
 # Results are kept of recipes and formats of earlier versions too.

@@ -151,7 +151,7 @@ def test_each_option_is_set_somewhere_or_has_a_reason(wanted):
 def test_every_source_sets_some(wanted):
     """Else the test above would look in the wrong places."""
     assert wanted["recipe"] >= {"weights.format", "secondary.scope", "gradients.scales", "optimizer.master_format"}
-    assert wanted["ds_config"] == {"recipe", "partition"}  # ds_configs/muon.json
+    assert wanted["ds_config"] == {"recipe", "partition", "gradients.inter_format"}  # ds_configs/muon.json
     assert wanted["example"] >= {"recipe", "frozen.scales", "topology.ranks_per_node", "report.every"}
     assert wanted["result"] >= {"compute.scaling", "compile", "optimizer.scales", "gradients.accumulate_in"}
 

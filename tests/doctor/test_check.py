@@ -511,6 +511,15 @@ def test_learning_rates_at_which_most_bits_of_weights_change(recipe, optimizer, 
     assert 'with "weights.format": "int8" it takes' in said
 
 
+@pytest.mark.parametrize("between, warns", [("int4", True), ("int8", False), ("none", False)])
+@pytest.mark.parametrize("kind", ["Muon", "AdamW"])
+def test_muon_wants_more_than_4_bits_of_gradients(kind, between, warns):
+    section = {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"inter_format": between}}
+    said = texts(checked(section, **BF16, optimizer={"type": kind, "params": {"lr": 1e-5}}), False)
+    warned = [text for text in said if text.startswith('"optimizer.type": "Muon" amplifies')]
+    assert len(warned) == (warns and kind == "Muon")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words", "rate"),
     [

@@ -21,7 +21,7 @@ LINES = {
     "comm": 2037,
     "compute": 2452,
     "config": 1795,
-    "doctor": 1414,
+    "doctor": 1423,
     "formats": 2540,
     "fsdp2": 884,
     "kernels": 5070,
@@ -41,7 +41,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"FSDP2": 25}
+ALLOWED = {"FSDP2": 10}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

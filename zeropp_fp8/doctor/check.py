@@ -85,7 +85,7 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
     if found.config is not None:
         found.fields = dict(differing(found.config))
         unused = unused_fields(given.get(SECTION) or {}, found.config)
-        remarks = [*unused, *_large_differences(found.config, given), *remarks]
+        remarks = [*unused, *_large_differences(found.config, given), *_coarse_gradients(found.config, given), *remarks]
     elif not is_asked(filled):
         remarks = [
             f'nothing in it asks for the plugin: add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if '
@@ -192,6 +192,15 @@ def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> It
         yield (
             f'"optimizer.params.lr": {rate:g} changes so much that "{SECTION}.weights.difference": "exact" takes '
             f'{bits:.2g} bits per weight; with "weights.format": "int8" it takes {of_codes:.2g}, and half of the copy'
+        )
+
+
+def _coarse_gradients(config: PluginConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """A remark if Muon, which amplifies small singular values, is given gradients of 4 bits."""
+    if at(ds_config, ("optimizer", "type")) == "Muon" and config.gradients.inter_format in ("int4", "mxfp4"):
+        yield (
+            f'"optimizer.type": "Muon" amplifies what 4 bits lose of gradients: set "{SECTION}.gradients.inter_format" '
+            'to "int8" (docs/muon.md says what each costs)'
         )
 
 
