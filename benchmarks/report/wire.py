@@ -17,6 +17,15 @@ from zeropp_fp8.config import difference_bits
 
 QUESTION = "wire_convergence"
 FILES = tuple(f"{QUESTION}/{path.stem}" for path in sorted((RESULTS / QUESTION).glob("*.json")))
+MUON = ("lossless-muon", "zeropp-int8-muon", "zeropp-muon")
+_LARGE, _SMALL = "h200-2-sockets-pretrain-100m", "cpu-2-gloo-pretrain-tiny-bytes"
+OF_MUON = tuple(
+    name
+    for name in FILES
+    if ("-muon-" in name and name.partition("/")[2].startswith((_LARGE, _SMALL)))
+    or name
+    in {f"{QUESTION}/{_LARGE}-lossless-0", *(f"{QUESTION}/{_SMALL}-lossless-{seed}-150_steps" for seed in range(3))}
+)
 CASES = {"pretrain": "Pretraining", "sft": "Fine-tuning on docstrings"}
 
 
@@ -81,7 +90,8 @@ def _rate(chosen: dict) -> str:
 
 def together(*results: dict) -> str:
     """Pretraining of 85 M parameters on whatever GPUs: what a recipe costs, with the interval of that."""
-    rows = [result for result in results if result["settings"]["size"] == "100m" and result["run"] != IN_TREE]
+    others = (IN_TREE, *MUON)
+    rows = [result for result in results if result["settings"]["size"] == "100m" and result["run"] not in others]
     rows = [row for row in rows if row["settings"]["case"] == "pretrain"]
     (tokens,) = {row["tokens"] for row in rows}
     lines = {line["run"]: line for line in seeds.compare(rows, REFERENCES)}
@@ -98,6 +108,28 @@ def together(*results: dict) -> str:
         {" and ".join(sorted(hardware))}, against the mean of {base["runs"]} runs of `{LOSSLESS}`, with the interval
         that holds the difference of the means with 95 %: {", ".join(said)}. The target is {seeds.TARGET_PERCENT} %."""
     )
+
+
+def with_muon(*results: dict) -> str:
+    """Held-out losses of Muon by seed, with gradients as they are and rounded."""
+    found: dict[int, dict[str, dict[int, float]]] = {}
+    for row in results:
+        of_size = found.setdefault(row["parameters"], {})
+        of_size.setdefault(row["run"], {})[row["seed"]] = row["held_out_loss"]
+    rows = []
+    for parameters in sorted(found, reverse=True):
+        plain = found[parameters][MUON[0]]
+        for run in (run for run in (LOSSLESS, *MUON) if run in found[parameters]):
+            losses = found[parameters][run]
+            shared = [seed for seed in sorted(losses) if seed in plain]
+            percents = [100 * (losses[seed] / plain[seed] - 1) for seed in shared]
+            cells = [", ".join(f"{losses[seed]:.4f}" for seed in shared)]
+            cells += ["" if run == MUON[0] else ", ".join(f"{percent:+.2f}" for percent in percents)]
+            commits = [row["commit"] for row in results if (row["parameters"], row["run"]) == (parameters, run)]
+            cells += [", ".join(f"`{commit}`" for commit in dict.fromkeys(commits))]
+            rows.append([f"{parameters / 1e6:.2g} M", f"`{run}`", *cells])
+    columns = ["parameters", "", "held-out loss, by seed", "beside `lossless-muon`, %", "commit"]
+    return f"{table(columns, rows)}\n\nSource: the files of these runs in `benchmarks/results/{QUESTION}`."
 
 
 def _with_half(mean: float, half_width: float | None, form: str, unit: str = "") -> str:
@@ -209,6 +241,7 @@ BLOCKS = {
         ),
         cut_short=("weight_changes/h200-1-local",),
     ),
+    "muon_quality": Block(with_muon, OF_MUON, sourced=False),
     "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),
