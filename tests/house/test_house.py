@@ -23,7 +23,7 @@ LINES = {
     "config": 1795,
     "doctor": 1423,
     "formats": 2540,
-    "fsdp2": 884,
+    "fsdp2": 887,
     "kernels": 5070,
     "numerics": 1167,
     "optim": 1195,
@@ -41,7 +41,7 @@ LINES = {
     "zero/states": 951,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"FSDP2": 10}
+ALLOWED = {"FSDP2": 7}
 METHODS = {}
 FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60

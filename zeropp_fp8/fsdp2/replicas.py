@@ -23,7 +23,8 @@ from zeropp_fp8.fsdp2.unit import FSDPUnit
 class MeanOverReplicas:
     """The hook of one module: replaces this rank's gradients, flat and of one dtype, by their mean over the copies.
 
-    Micro-batches before the last add up first, in fp32: `set_is_last_backward(False)` or `set_requires_all_reduce`.
+    Micro-batches before the last add up first, in fp32: `set_is_last_backward(False)` or `set_requires_all_reduce`. One
+    that leaves parameters out does not say which: it is sent at once.
     """
 
     def __init__(self, host: Host, replicas: Replicas, unit: FSDPUnit, module: FSDPModule) -> None:
@@ -35,15 +36,17 @@ class MeanOverReplicas:
     def __call__(self, gradients: Tensor) -> None:
         if any(member.sharded_param.grad is None for member in self._unit.trained):
             self._earlier = None  # zero_grad() has dropped them
-        if self._earlier is not None and self._earlier.numel() != gradients.numel():
-            self.check_finished()
+        _, _, numels, _ = self._planned(gradients)
+        is_whole = len(numels) == len(self._unit.trained)
         last = self._module._get_fsdp_state()._state_ctx.is_last_backward and self._unit.group.all_reduce_grads
-        if not last:
+        if last and not is_whole:
+            self.check_finished()
+        if is_whole and not last:
             zeros = torch.zeros_like(gradients, dtype=torch.float32) if self._earlier is None else self._earlier
             self._earlier = zeros.add_(gradients)
             gradients.zero_()
             return
-        if self._earlier is not None:
+        if is_whole and self._earlier is not None:
             gradients.copy_(self._earlier.add_(gradients))
             self._earlier = None
         with self._host.session.ledger.counting("gradients"):

@@ -389,10 +389,15 @@ def replicated(recipe, policy=None, make=llama, fields=None, skip=()):
     return losses, full(model), fsdp2.wire_report(model)["per_step"]["gradients"]["inter"] if recipe else None
 
 
-def replicated_micro_batches(recipe, how, policy=None):
-    """Gradients of three micro-batches on copies, bytes between them, and the error of a step that comes too early."""
+def replicated_micro_batches(recipe, how, make=llama, change=None):
+    """Gradients of three micro-batches on copies, bytes between them, and the error of a step that comes too early.
+
+    `make` odd: of a loss that leaves parameters out.
+    """
     data = list(batches(3, dist.get_rank()))
-    model = on_copies(recipe, EXACT if recipe == "zeropp" else {}, policy=policy)
+    model = on_copies(recipe, EXACT if recipe == "zeropp" else {}, make=make)
+    if change is not None:
+        change(model)
     optimizer = adamw(model)
     for index, tokens in enumerate(data):
         last = index == len(data) - 1
@@ -400,13 +405,13 @@ def replicated_micro_batches(recipe, how, policy=None):
         say = {**say, "last": model.set_is_last_backward}.get(how)
         if say:
             say(last)
-        loss_of(model, tokens).backward()
-    grads = {name: param.grad.full_tensor().clone() for name, param in model.named_parameters()}
+        (model(tokens) if make is odd else loss_of(model, tokens)).backward()
+    grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     sent = fsdp2.wire_report(model)["per_step"]["gradients"]["inter"] if recipe else None
     optimizer.zero_grad()
     early = None
-    if recipe and how == "copies":
+    if recipe and how == "copies" and make is llama:
         model.set_requires_all_reduce(False)
         loss_of(model, data[0]).backward()
         early = attempt(optimizer.step)

@@ -196,6 +196,22 @@ def test_micro_batches_on_copies(recipe, how):
             assert all(torch.allclose(grad, stock[name], rtol=1e-4, atol=1e-7) for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("how", ["copies", "last"])
+def test_micro_batches_on_copies_that_leave_parameters_out(how):
+    """None is lost, though what they leave out has no gradient."""
+    stock = run_ranks(jobs.replicated_micro_batches, recipe=None, how=None, make=jobs.odd)[0][0]
+    for grads, *_ in run_ranks(jobs.replicated_micro_batches, recipe="lossless", how=how, make=jobs.odd):
+        assert grads.keys() == stock.keys() and len(grads) < 11
+        assert all(torch.allclose(grad, stock[name], rtol=1e-4, atol=1e-7) for name, grad in grads.items())
+
+
+def test_what_gradients_of_copies_are_divided_by():
+    change = functools.partial(jobs.divided_by, 8.0)
+    stock = run_ranks(jobs.replicated_micro_batches, recipe=None, how=None)[0][0]
+    for grads, *_ in run_ranks(jobs.replicated_micro_batches, recipe="zeropp", how=None, change=change):
+        assert_close(grads, {name: 0.5 * grad for name, grad in stock.items()})
+
+
 def test_parameters_of_two_dtypes():
     for stock, lossless, zeropp in run_two(jobs.two_dtypes):
         assert lossless[0] == stock[0] and zeropp[0] == pytest.approx(stock[0], rel=1e-2)
