@@ -17,6 +17,7 @@ from zeropp_fp8.config import difference_bits
 
 QUESTION = "wire_convergence"
 FILES = tuple(f"{QUESTION}/{path.stem}" for path in sorted((RESULTS / QUESTION).glob("*.json")))
+LR = 6e-4  # of all large runs that are compared with each other
 MUON = ("lossless-muon", "zeropp-int8-muon", "zeropp-muon")
 _LARGE, _SMALL = "h200-2-sockets-pretrain-100m", "cpu-2-gloo-pretrain-tiny-bytes"
 OF_MUON = tuple(
@@ -24,7 +25,11 @@ OF_MUON = tuple(
     for name in FILES
     if ("-muon-" in name and name.partition("/")[2].startswith((_LARGE, _SMALL)))
     or name
-    in {f"{QUESTION}/{_LARGE}-lossless-0", *(f"{QUESTION}/{_SMALL}-lossless-{seed}-150_steps" for seed in range(3))}
+    in {
+        f"{QUESTION}/{_LARGE}-lossless-0",
+        f"{QUESTION}/{_LARGE}-lossless-0-lr1.2e-3",
+        *(f"{QUESTION}/{_SMALL}-lossless-{seed}-150_steps" for seed in range(3)),
+    }
 )
 CASES = {"pretrain": "Pretraining", "sft": "Fine-tuning on docstrings"}
 
@@ -92,7 +97,7 @@ def together(*results: dict) -> str:
     """Pretraining of 85 M parameters on whatever GPUs: what a recipe costs, with the interval of that."""
     others = (IN_TREE, *MUON)
     rows = [result for result in results if result["settings"]["size"] == "100m" and result["run"] not in others]
-    rows = [row for row in rows if row["settings"]["case"] == "pretrain"]
+    rows = [row for row in rows if (row["settings"]["case"], row["settings"]["lr"]) == ("pretrain", LR)]
     (tokens,) = {row["tokens"] for row in rows}
     lines = {line["run"]: line for line in seeds.compare(rows, REFERENCES)}
     base = lines[LOSSLESS]
@@ -104,7 +109,7 @@ def together(*results: dict) -> str:
     hardware = {row["hardware"]["gpu"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3") for row in rows}
     ranks = " and ".join(str(count) for count in sorted({row["settings"]["ranks"] for row in rows}))
     return paragraph(
-        f"""All runs with 85 M parameters and {tokens / 1e6:.1f} M tokens together, on {ranks}
+        f"""All runs with 85 M parameters, {tokens / 1e6:.1f} M tokens and a learning rate of {LR:g} together, on {ranks}
         {" and ".join(sorted(hardware))}, against the mean of {base["runs"]} runs of `{LOSSLESS}`, with the interval
         that holds the difference of the means with 95 %: {", ".join(said)}. The target is {seeds.TARGET_PERCENT} %."""
     )
@@ -112,23 +117,24 @@ def together(*results: dict) -> str:
 
 def with_muon(*results: dict) -> str:
     """Held-out losses of Muon by seed, with gradients as they are and rounded."""
-    found: dict[int, dict[str, dict[int, float]]] = {}
-    for row in results:
-        of_size = found.setdefault(row["parameters"], {})
-        of_size.setdefault(row["run"], {})[row["seed"]] = row["held_out_loss"]
+    found: dict[int, dict[str, dict[int, dict]]] = {}
+    for result in results:
+        rate = result.get("muon_lr") or result["settings"]["lr"]
+        name = f"`{result['run']}`, {'Muon' if result['run'] in MUON else 'AdamW'} at {rate:g}"
+        found.setdefault(result["parameters"], {}).setdefault(name, {})[result["seed"]] = result
     rows = []
     for parameters in sorted(found, reverse=True):
-        plain = found[parameters][MUON[0]]
-        for run in (run for run in (LOSSLESS, *MUON) if run in found[parameters]):
-            losses = found[parameters][run]
-            shared = [seed for seed in sorted(losses) if seed in plain]
-            percents = [100 * (losses[seed] / plain[seed] - 1) for seed in shared]
-            cells = [", ".join(f"{losses[seed]:.4f}" for seed in shared)]
-            cells += ["" if run == MUON[0] else ", ".join(f"{percent:+.2f}" for percent in percents)]
-            commits = [row["commit"] for row in results if (row["parameters"], row["run"]) == (parameters, run)]
-            cells += [", ".join(f"`{commit}`" for commit in dict.fromkeys(commits))]
-            rows.append([f"{parameters / 1e6:.2g} M", f"`{run}`", *cells])
-    columns = ["parameters", "", "held-out loss, by seed", "beside `lossless-muon`, %", "commit"]
+        plain = next(of for of in found[parameters].values() if any(row["run"] == MUON[0] for row in of.values()))
+        for name in sorted(found[parameters]):
+            of_run = [row for _, row in sorted(found[parameters][name].items())]
+            losses = [row["held_out_loss"] for row in of_run]
+            percents = [100 * (row["held_out_loss"] / plain[row["seed"]]["held_out_loss"] - 1) for row in of_run]
+            cells = [", ".join(f"{loss:.4f}" for loss in losses)]
+            cells += ["" if of_run[0]["run"] == MUON[0] else ", ".join(f"{percent:+.2f}" for percent in percents)]
+            cells += ["" if of_run[0]["run"] == MUON[0] else f"{sum(percents) / len(percents):+.2f}"]
+            cells += [", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in of_run))]
+            rows.append([f"{parameters / 1e6:.2g} M", name, *cells])
+    columns = ["parameters", "", "held-out loss, by seed", "beside `lossless-muon`, %", "mean, %", "commit"]
     return f"{table(columns, rows)}\n\nSource: the files of these runs in `benchmarks/results/{QUESTION}`."
 
 
