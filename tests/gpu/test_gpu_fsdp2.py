@@ -49,7 +49,10 @@ def found(tmp_path_factory):
             folders=folders,
             gpus=torch.cuda.device_count(),
         )
-    return json.loads(out.read_text())
+    found = json.loads(out.read_text())
+    for case, result in found.items():
+        print(case, result.get("error", ""))
+    return found
 
 
 @pytest.mark.parametrize("case, reference", EQUAL)
