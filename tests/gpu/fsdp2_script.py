@@ -135,13 +135,13 @@ def digest(model) -> str:
 
 
 def trained(case: Case, device: torch.device, steps: int = 5) -> dict:
-    """Losses, the norm of the last gradients, a hash of weights and bytes per step; losses are read at the end."""
+    """Losses, norms of gradients, a hash of weights and bytes per step; losses are read at the end."""
     forget_memory(device)
     model, count = model_of(case, device), case.micro_batches
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(steps * count, dist.get_rank(), length=64, vocab=VOCABULARY)
     data = [tokens.to(device, non_blocking=True) for tokens in data]
-    losses, evaluations = [], []
+    losses, evaluations, norms = [], [], []
     delays = slow_links(device.type == "cuda") if case.delays else contextlib.nullcontext()
     with delays:
         for step in range(steps):
@@ -150,18 +150,18 @@ def trained(case: Case, device: torch.device, steps: int = 5) -> dict:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 (loss / count).backward()
                 losses.append(loss.detach())
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not case.offloaded:  # torch would reduce the norm on the CPU, which NCCL cannot
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
             optimizer.step()
             optimizer.zero_grad()
             if case.evaluates:
                 with torch.no_grad():
                     evaluations.append(model(input_ids=data[0], labels=data[0]).loss)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     report = fsdp2.wire_report(model)["per_step"] if case.recipe else None
     return {
         "losses": [loss.item() for loss in losses],
         "evaluations": [loss.item() for loss in evaluations],
-        "norm": norm.item(),
+        "norms": [norm.item() for norm in norms],
         "weights": digest(model),
         "bytes": report,
     }
