@@ -204,6 +204,15 @@ shard_dtype: Callable[[Parameter], torch.dtype] = attrgetter("ds_tensor.dtype")
 group: Callable[[Parameter], Any] = attrgetter("ds_process_group")  # the ranks that have the parts
 
 
+def experts_group(param: Parameter) -> Any:
+    """Return the ranks that share a parameter of DeepSpeed's AutoEP, which have the same experts; None: all ranks."""
+    if getattr(param, "ds_zero_placement_family", None) != "autoep_expert":
+        return None
+    from deepspeed.utils import groups
+
+    return groups._get_expert_data_parallel_group(param.ds_zero_partition_group_name)
+
+
 def unpadded(param: Parameter, numel: int) -> Tensor:
     """Return the first elements of the part: those before its padding."""
     return param.ds_tensor.data.narrow(0, 0, numel)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from error_bounds import error_bound, float8_value, payload_size
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from triton_process import run
 
 from zeropp_fp8.comm import ActivationExchange, WireLedger, fp8_all_to_all
@@ -36,7 +38,8 @@ def one_rank():
 def test_a_token_shares_a_scale(shape, block):
     exchange = ActivationExchange(8)
     assert exchange.block_size_of(torch.empty(shape)) == block
-    assert exchange.block_size_of(torch.empty(shape), splits=[1]) == 128  # tokens are not consecutive there
+    # With unequal shares tokens are not consecutive, unless there is one per row.
+    assert exchange.block_size_of(torch.empty(shape), splits=[1]) == (block if len(shape) == 2 else 128)
     assert ActivationExchange(8, block_size=32).block_size_of(torch.empty(shape)) == 32
 
 
@@ -74,6 +77,25 @@ def test_the_payload_against_codes_read_by_hand():
         assert output.view(-1).tolist() == pytest.approx(decoded, rel=2**-20)
         bound = error_bound(values, name, 75, False, torch.float32)
         assert ((output - values).view(-1).double().abs() <= bound).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 9),
+    hidden=st.sampled_from([64, 96, 129, 300, 2048]),
+    backward=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_tokens_on_their_way_to_experts(rows, hidden, backward, dtype):
+    """A scale per token, whatever its number: as many rows of 16 bytes and the codes as there are tokens."""
+    values = (torch.randn(rows, hidden) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]).to(dtype)
+    output = torch.full_like(values, torch.nan)
+    pending = ActivationExchange(1).start(output, values, None, [rows], [rows], backward)
+    assert pending._outgoing.numel() == rows * (16 + -(-hidden // 16) * 16)
+    pending.wait()
+    for row, token in zip(output, values):  # a token of large values costs the others nothing
+        bound = error_bound(token, "fp8_e5m2" if backward else "fp8_e4m3", hidden, False, dtype)
+        assert ((row - token).double().abs() <= bound).all()
 
 
 def test_zeros_stay_zeros():

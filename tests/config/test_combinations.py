@@ -329,7 +329,6 @@ def test_fp16_with_low_precision_compute():
             ['"zero_optimization.offload_optimizer.super_offload"', "remove one of the two"],
         ),
         ({}, {"compile": {"deepcompile": True}}, ['"compile.deepcompile"', "remove one of the two"]),
-        ({}, {"expert_parallel": {"enabled": True}}, ['"expert_parallel.enabled"', "set it to false"]),
         ({}, {"hybrid_engine": {"enabled": True}}, ['"hybrid_engine.enabled"', "remove one of the two"]),
         (
             {"use_all_reduce_for_fetch_params": True},
@@ -347,6 +346,36 @@ def test_impossible_with_the_rest_of_the_ds_config(in_tree, zero, others, words)
     section, keys = (None, {"zero_quantized_gradients": True}) if in_tree else ({"recipe": "zeropp"}, {})
     message = refusal(section, {**keys, **zero}, **others)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "fields, keys, named",
+    [
+        ({"frozen": {"format": "int4"}}, {}, '"zeropp_fp8.frozen.format"'),
+        ({"compute": {"format": "fp8"}}, {}, '"zeropp_fp8.compute.format"'),
+        ({"recipe": "fp8-lm-o2", "compute": {"format": "none"}}, {}, '"zeropp_fp8.optimizer"'),
+        ({"recipe": "fp8-lm-o1", "compute": {"format": "none"}}, {}, '"zeropp_fp8.gradients.scales"'),
+        ({"recipe": "zeropp", "partition": "whole_tensor"}, {}, '"zeropp_fp8.partition"'),
+        ({"recipe": "zeropp", "experts": {"gather": "used"}}, {}, '"zeropp_fp8.experts.gather"'),
+        ({"recipe": "zeropp", "compile": "blocks"}, {}, '"zeropp_fp8.compile"'),
+        ({"recipe": "zeropp"}, {"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel.autotp_size"'),
+        (
+            {"recipe": "zeropp", "activations": {"wire_format": "fp8"}},
+            {"expert_parallel": {"enabled": True, "comm_backend": "deepep"}},
+            '"zeropp_fp8.activations.wire_format" with that "comm_backend"',
+        ),
+    ],
+)
+def test_unknown_to_experts_that_are_dealt_out(fields, keys, named):
+    message = refusal(fields, **{"expert_parallel": {"enabled": True}, **keys})
+    assert f'"expert_parallel.enabled" (AutoEP) deals experts out, which {named} does not know' in message, message
+    assert "remove one of the two" in message
+
+
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit", "zeropp-exact"])
+def test_known_to_experts_that_are_dealt_out(recipe):
+    section = {"recipe": recipe, "activations": {"wire_format": "fp8"}}
+    resolved(section, expert_parallel={"enabled": True}, bf16={"enabled": True})
 
 
 def test_missing_stage():

@@ -168,7 +168,7 @@ def trained(case: Case, device: torch.device, steps: int = 5) -> dict:
 
 
 def attempt(case: Case, device: torch.device) -> dict:
-    """What `trained` finds; an error that all ranks have is one case's, and the others go on."""
+    """Return what `trained` finds; an error that all ranks have is that of one case, and the others go on."""
     try:
         return trained(case, device)
     except Exception:

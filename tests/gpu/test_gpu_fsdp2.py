@@ -34,7 +34,7 @@ EQUAL = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the script found, by case; it runs once, on two ranks."""
+    """The results of the script, by case; it runs once, on two ranks."""
     out = tmp_path_factory.mktemp("fsdp2") / "result.json"
     folders = ("tests", "tests/gpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -398,7 +398,6 @@ def refusals():
         "pipeline, stage 1": of(pipeline, **zero(stage=1)),
         "pipeline, stage 3": of(pipeline),
         "MoE": of(WithExperts),
-        "AutoEP": of(expert_parallel={"enabled": True, "autoep_size": 2}),
         "init_inference": lambda: deepspeed.init_inference(llama(), config={"zeropp_fp8": the_section}),
         "no_sync": without_sync,
         "meta": of(of_meta_tensors),

@@ -1,9 +1,11 @@
-"""All-to-all of activations in FP8, for sequence parallelism.
+"""All-to-all of activations in FP8, for sequence parallelism and expert parallelism.
 
 Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509) keeps a part of the sequence on each rank. Around attention
 an all-to-all exchanges this for the whole sequence for a part of the heads, and back. FP8-LM (arXiv 2310.18313,
 section 2.3) sends the activations of sequence parallelism in FP8. Here values of the forward pass travel as E4M3, and
 their gradients as E5M2, which has a wider range. NaN and Inf arrive as NaN in all elements that share their scale.
+
+Expert parallelism sends tokens to the ranks that have their experts, and the experts' outputs back.
 
 One scale covers the values of one token that travel to one rank, i.e. the token's heads for that rank. So no token's
 outliers cost another token precision. A tensor has one scale per 128 elements instead if its tokens are not
@@ -19,7 +21,8 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +72,7 @@ class ActivationExchange:
         self._ledger = ledger
         self._block_size = block_size
         self._use_kernels = use_kernels
-        self._layouts: dict[tuple, tuple[PayloadLayout, SliceOrder]] = {}
+        self._layouts: dict[tuple, PayloadLayout | SliceOrder] = {}
         self._routes: dict[str, Route] = {}
 
     def route(self, group: dist.ProcessGroup | None = None) -> Route:
@@ -100,23 +103,32 @@ class ActivationExchange:
         """Elements per scale of `tensor`, [ranks, sequence, batch, heads, head_dim] or [.., heads * head_dim].
 
         The first dimension is the receiving rank, the next two (in any order) say which token, the others are in it.
+        With two dimensions and `splits`, a row is a token on its way to an expert, or back.
         """
         if self._block_size is not None:
             return self._block_size
         token = math.prod(tensor.shape[3:]) if tensor.dim() > 3 else tensor.shape[-1]
-        return token if splits is None and SHORTEST_TOKEN <= token <= LONGEST_TOKEN else BLOCK_SIZE
+        of_tokens = splits is None or tensor.dim() == 2
+        return token if of_tokens and SHORTEST_TOKEN <= token <= LONGEST_TOKEN else BLOCK_SIZE
 
     def _layout(
         self, numel: int, block_size: int, tensor: Tensor, rows: int, backward: bool
     ) -> tuple[PayloadLayout, SliceOrder]:
         """Return the layout that turns `rows` ranks' shares of `numel` elements into payload rows and back."""
-        key = (numel, block_size, tensor.dtype, tensor.device, rows, backward)
+
+        def make() -> PayloadLayout:
+            wire_format = make_format(BACKWARD_FORMAT if backward else FORWARD_FORMAT, block_size=block_size)
+            return PayloadLayout([numel], [wire_format], [tensor.dtype], device, use_kernels=self._use_kernels)
+
+        device = tensor.device
+        layout = self._kept((numel, block_size, tensor.dtype, device, backward), make)
+        return layout, self._kept((rows, device), lambda: SliceOrder(range(rows), device))
+
+    def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            wire_format = make_format(BACKWARD_FORMAT if backward else FORWARD_FORMAT, block_size=block_size)
-            layout = PayloadLayout([numel], [wire_format], [tensor.dtype], tensor.device, use_kernels=self._use_kernels)
-            self._layouts[key] = layout, SliceOrder(range(rows), tensor.device)
+            self._layouts[key] = make()
         return self._layouts[key]
 
     @torch.no_grad()
@@ -159,14 +171,24 @@ class ActivationExchange:
         abroad = sum(n for link, n in zip(route.links, sent.bytes_per_rank) if link is not None)
         link = INTER if INTER in route.links else INTRA
         work = timed(self._ledger, dist.all_to_all_single, arguments, group, True, link, where, abroad)
-        self._count(route, sent, evaluating)
+        self._count(route, sent.bytes_per_rank, sent.numel_per_rank, evaluating)
         return PendingExchange(work, received, incoming, outgoing)
+
+    def count_whole(
+        self, tensor: Tensor, group: dist.ProcessGroup | None, splits: Sequence[int], evaluating: bool
+    ) -> None:
+        """Count a tensor that goes as it is, so many rows to each rank."""
+        numels = [rows * (tensor.numel() // max(1, tensor.shape[0])) for rows in splits]
+        self._count(self.route(group), [numel * tensor.element_size() for numel in numels], numels, evaluating)
 
     def _shares(self, tensor: Tensor, size: int, splits, block_size: int, backward: bool) -> _Shares:
         """Cut a tensor into the ranks' shares."""
         if splits is None:
             numel = tensor.numel() // size
             parts = [(tensor, numel, size, *self._layout(numel, block_size, tensor, size, backward))]
+        elif tensor.dim() == 2 and block_size == tensor.shape[1]:  # a row per token: their number is ever new
+            rows, numel = tensor.shape
+            return _Shares([(tensor, numel, rows, *self._layout(numel, numel, tensor, rows, backward))], splits)
         else:
             row_numel = tensor.numel() // max(1, tensor.shape[0])
             parts = [
@@ -175,24 +197,33 @@ class ActivationExchange:
             ]
         return _Shares(parts)
 
-    def _count(self, route: Route, sent: _Shares, evaluating: bool) -> None:
+    def _count(self, route: Route, sent: Sequence[int], numels: Sequence[int], evaluating: bool) -> None:
         if self._ledger is None:
             return
         with self._ledger.counting(OUTSIDE if evaluating else "activations"):
-            for link, num_bytes, numel in zip(route.links, sent.bytes_per_rank, sent.numel_per_rank):
+            for link, num_bytes, numel in zip(route.links, sent, numels):
                 if link is not None:
                     self._ledger.sent(link, num_bytes)
                     self._ledger.stock_would_send_over(link, numel)
 
 
 class _Shares:
-    """A tensor cut into the shares of the ranks: equal shares are rows of one part; unequal shares are a part each."""
+    """A tensor cut into the shares of the ranks.
 
-    def __init__(self, parts: list[tuple[Tensor, int, int, PayloadLayout, SliceOrder]]) -> None:
+    Equal shares are rows of one part. Unequal shares are a part each, or, with `splits`, so many rows of one part.
+    """
+
+    def __init__(
+        self, parts: list[tuple[Tensor, int, int, PayloadLayout, SliceOrder]], splits: Sequence[int] | None = None
+    ) -> None:
         self._parts = parts
         self.tensors = [tensor for tensor, *_ in parts]
-        self.numel_per_rank = [numel for _, numel, rows, _, _ in parts for _ in range(rows)]
-        self.bytes_per_rank = [layout.row_bytes for _, _, rows, layout, _ in parts for _ in range(rows)]
+        if splits is None:
+            shares = [(1, numel, layout.row_bytes) for _, numel, rows, layout, _ in parts for _ in range(rows)]
+        else:
+            shares = [(count, numel, layout.row_bytes) for _, numel, _, layout, _ in parts for count in splits]
+        self.numel_per_rank = [count * numel for count, numel, _ in shares]
+        self.bytes_per_rank = [count * row_bytes for count, _, row_bytes in shares]
 
     def new_payload(self) -> Tensor:
         """Return a flat uint8 buffer for all shares, rank after rank."""
@@ -201,7 +232,8 @@ class _Shares:
     def _with_payload(self, payload: Tensor):
         pieces = payload.split([rows * layout.row_bytes for _, _, rows, layout, _ in self._parts])
         for (tensor, _, rows, layout, order), piece in zip(self._parts, pieces):
-            yield layout, [tensor], order, piece.view(rows, layout.row_bytes)
+            if rows:  # no token may go to a rank
+                yield layout, [tensor], order, piece.view(rows, layout.row_bytes)
 
     def encode(self, payload: Tensor) -> None:
         for layout, tensors, order, rows in self._with_payload(payload):

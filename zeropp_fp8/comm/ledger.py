@@ -23,6 +23,8 @@ import weakref
 from collections import Counter
 from typing import Any
 
+from zeropp_fp8.comm.topology import Topology
+
 STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "activations", "other")
 OUTSIDE = "outside_steps"
 STOCK_BYTES_PER_ELEMENT = 2
@@ -142,26 +144,26 @@ class WireLedger:
         """
         self._count(SENT, link, num_bytes, by_all)
 
-    def sent_around_ring(self, num_bytes: float, rounds: float = 1.0) -> None:
-        """Count a collective over all ranks that DeepSpeed issues, by the ring formula; `rounds`: 2 for all-reduce."""
-        for link, share in self.ring_bytes(num_bytes * rounds).items():
+    def sent_around_ring(self, num_bytes: float, rounds: float = 1.0, ring: Topology | None = None) -> None:
+        """Count a collective that DeepSpeed issues, by the ring formula; `rounds`: 2 for all-reduce."""
+        for link, share in self.ring_bytes(num_bytes * rounds, ring).items():
             self.sent(link, share)
 
-    def stock_would_send(self, numel: int) -> None:
+    def stock_would_send(self, numel: int, ring: Topology | None = None) -> None:
         """Count `numel` elements (of the full tensor) that stock ZeRO-3 would move around the ring in 16 bits here."""
-        for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
+        for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT, ring).items():
             self._count(STOCK, link, share)
 
     def stock_would_send_over(self, link: str, numel: int) -> None:
         """Count `numel` elements that stock would hand to the backend in 16 bits for other ranks here, over `link`."""
         self._count(STOCK, link, numel * STOCK_BYTES_PER_ELEMENT)
 
-    def ring_bytes(self, num_bytes: float) -> dict[str, float]:
-        """Return the mean bytes per rank of a ring all-gather (or reduce-scatter) of `num_bytes` over all ranks."""
-        world = self.world_size
+    def ring_bytes(self, num_bytes: float, ring: Topology | None = None) -> dict[str, float]:
+        """Return the mean bytes per rank of a ring all-gather (or reduce-scatter) over its ranks; None: over all."""
+        nodes, world = (ring or self).nodes, (ring or self).world_size
         per_rank = num_bytes * (world - 1) / world
         # N of the W links of the ring lead to another node (none if there is one node).
-        crossing = self.nodes / world if self.nodes > 1 else 0.0
+        crossing = nodes / world if nodes > 1 else 0.0
         return {"inter": per_rank * crossing, "intra": per_rank * (1 - crossing)}
 
     def end_step(self) -> None:

@@ -27,9 +27,13 @@ class SliceOrder:
     """The order of slices in the rows of a payload."""
 
     def __init__(self, slices: Sequence[int], device: torch.device) -> None:
-        self.slices = tuple(slices)
-        self.is_natural = self.slices == tuple(range(len(self.slices)))
-        self.on_device = torch.tensor(self.slices, dtype=torch.int32, device="cpu").to(device)
+        natural = range(len(slices))
+        self.is_natural = slices == natural or tuple(slices) == tuple(natural)
+        self.slices = natural if self.is_natural else tuple(slices)
+        if self.is_natural:  # there may be one for each of many tokens
+            self.on_device = torch.arange(len(slices), dtype=torch.int32, device=device)
+        else:
+            self.on_device = torch.tensor(self.slices, dtype=torch.int32, device="cpu").to(device)
 
 
 @functools.cache

@@ -348,6 +348,26 @@ DIFFERENCES: Rules = {
         and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)
     ),
 }
+
+
+def _unknown_to_experts(c: Any) -> Iterator[str]:
+    """Yield what cannot be had of experts that are dealt out to ranks (AutoEP)."""
+    chosen = {
+        "frozen.format": c.frozen.format != "none",
+        "compute.format": c.computes_in_low_precision,
+        "optimizer": c.stores_states_in_low_precision,
+        "gradients.scales": c.gradients.scales == "tensor",
+        "partition": c.partition == "whole_tensor",
+        "experts.gather": c.experts.gather == "used",
+        "compile": c.compile != "none",
+    }
+    yield from (f'"{SECTION}.{key}"' for key, is_set in chosen.items() if is_set)
+    if _autotp(c):
+        yield '"tensor_parallel.autotp_size"'
+    if c.activations.wire_format == "fp8" and c.ds("expert_parallel.comm_backend") not in (None, "comm"):
+        yield f'"{SECTION}.activations.wire_format" with that "comm_backend"'
+
+
 HOST: Rules = {
     **DIFFERENCES,
     '"zero_optimization.stage" is {it}; the plugin works with stage 3 only: set it to 3, or remove "{S}" and the '
@@ -363,9 +383,8 @@ HOST: Rules = {
         f"two": lambda c, key=key, off=off: c.ds(key) not in off
         for key, off in _CONFLICTS.items()
     },
-    '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and the '
-    'plugin needs one group; set it to false, or remove "{S}" and the ZeRO++ keys': lambda c: bool(
-        c.ds("expert_parallel.enabled")
+    '"expert_parallel.enabled" (AutoEP) deals experts out, which {it} does not know; remove one of the two': lambda c: (
+        _first(_unknown_to_experts(c)) if c.ds("expert_parallel.enabled") else None
     ),
     '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
     'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true': lambda c: (

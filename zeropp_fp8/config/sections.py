@@ -263,7 +263,7 @@ class ExpertsConfig(_Section):
 
 
 class ActivationsConfig(_Section):
-    """Activations that sequence parallelism (DeepSpeed-Ulysses) exchanges around attention."""
+    """Activations that sequence parallelism (DeepSpeed-Ulysses) exchanges around attention, and AutoEP's tokens."""
 
     wire_format: Literal["none", "fp8", "detect"] = Field(
         "none", description="fp8: E4M3 forward and E5M2 backward, a scale per token; detect: where the job has it"

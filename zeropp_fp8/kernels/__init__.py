@@ -1,42 +1,10 @@
-"""Triton kernels, one operation a file, under the contract of formats/ and compute/: the same bytes, only faster.
+"""Triton kernels, one operation per file, under the contract of formats/ and compute/: the same bytes, only faster.
 
-wire/, between tensors and what travels; each launch handles all tensors of a unit (a transformer block) that share a
-format:
+wire/: between tensors and what is sent, all tensors of a unit (a transformer block) that share a format per launch;
+casts/: for computing; linear/: with weights that are stored as codes; optimizer/: a step on states in any format.
 
-    quantize.py       tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
-    dequantize.py     payload rows -> tensors, NF4 and double-quantized scales included
-    feed_back.py      quantize.py with error feedback
-    exact.py          how 16-bit tensors differ from rows that are held -> payload rows, and what adds these to the rows
-    reduce.py         payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
-    launch_tables.py  the description of a launch
-
-casts/, for computing:
-
-    cast_tensor.py  FP8 with one scale, given or the matrix' own
-    cast_rows.py    FP8 with a scale per row
-    cast_blocks.py  FP8 with a scale per 1 x 128 block or 128 x 128 tile
-    fused_casts.py  SwiGLU and RMSNorm whose result goes to FP8 at once
-    swiglu.py       the gradients of SwiGLU's two inputs
-    round_trip.py   MX, rounded in the matrix' own dtype
-    transpose.py    FP8 codes that are there already
-    matrices.py     what the casts share
-
-linear/, with weights that lie as codes:
-
-    quantized_linear.py         a layer for few rows of x, with LoRA
-    quantized_linear_kernel.py  its kernel, x @ W^T
-    quantized_weight.py         which bytes hold which elements
-    code_words.py               decoding words of codes in registers
-
-optimizer/:
-
-    adamw.py          a step of AdamW on master weights and moments in any format
-    encode_blocks.py  numbers -> FP8 codes with a scale per block
-    squares.py        sums of squares of FP8 codes
-
-`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share; `launching.py` launches. What computing calls
-is imported from these files, whose names are often those of their functions. Kernels are compiled by Triton when first
-used: no nvcc, no build step.
+`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share; `launching.py` launches. Triton compiles
+kernels when they are first used: no nvcc, no build step.
 """
 
 from zeropp_fp8.kernels.wire.dequantize import dequantize

@@ -1,14 +1,5 @@
 """The effect of rounding on a run: samples by layer, and what follows from them. Off unless the section asks for it.
 
-measure.py     signal-to-noise, amax, and what became zero or was cut off, of numbers and what they decode to
-sample.py      a sampled step: weights, gradients and operands as they travel and compute, against what they were
-picture.py     maps of layers by steps
-show.py        python -m zeropp_fp8 numerics FILE: the samples as a table and a picture
-watch.py       losses that jump: stop, or go on in high precision
-trial.py       what each step of an experiment gave
-reference.py   python -m zeropp_fp8 reference: a job's launch line, as it is and in `lossless`, and the difference
-bisect.py      python -m zeropp_fp8 bisect: the same with pieces, GEMMs and layers in high precision
-
 They are parts of a stage (zero/stage_part.py): told of each loss, when gradients are ready, and when a step has ended.
 """
 

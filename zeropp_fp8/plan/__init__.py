@@ -4,15 +4,6 @@
 
 A step is two passes over the model's blocks and the optimizer; in a pass the wire works beside the GPU and the Python
 host. `step_time.py` has the formulas. Everything here is plain arithmetic: no torch, no GPU, no communication.
-
-    job.py        the model, the cluster and the job
-    hardware.py   rates of the machine: data sheets, and what had to be measured
-    traffic.py    bytes that a collective puts on the links
-    methods.py    the methods that are compared: which collective carries what, in which format
-    step_time.py  from bytes to seconds
-    memory.py     bytes held by a GPU
-    recommend.py  which recipe to take
-    picture.py    step time against what a node sends
 """
 
 from zeropp_fp8.plan.hardware import EMULATED_H200, H100, H200, PRESETS, V100, Hardware

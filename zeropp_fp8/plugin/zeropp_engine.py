@@ -282,14 +282,15 @@ def _converted(model, compute):
 
 
 def _partition_group(module, mpu):
-    """Return the process group over which the model's parameters are partitioned, or will be."""
+    """Return the process group over which the model's parameters, but for experts, are partitioned, or will be."""
     import torch.distributed as dist
 
-    found = {id(sharded.group(p)): sharded.group(p) for p in module.parameters() if sharded.is_sharded(p)}
+    there = (p for p in module.parameters() if sharded.is_sharded(p) and sharded.experts_group(p) is None)
+    found = {id(sharded.group(p)): sharded.group(p) for p in there}
     if len(found) > 1:
         raise ConfigError(
-            f'"{SECTION}": the model\'s parameters are partitioned over {len(found)} different process groups (expert '
-            "parallelism); the plugin needs one: remove the section or the expert parallelism"
+            f'"{SECTION}": the model\'s parameters are partitioned over {len(found)} different process groups; the '
+            "plugin needs one: remove the section, or what has partitioned them"
         )
     if found:
         return next(iter(found.values()))

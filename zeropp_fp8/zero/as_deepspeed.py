@@ -152,6 +152,7 @@ class Partitions:
         """
         stage, session = self.stage, self.stage.session
         plain = float(norm_type) == 2.0 and stage.model_parallel_group is None and gradients
+        plain = plain and sharded.experts_group(params[0]) is None
         if not plain:
             return stage.stock.get_grad_norm_direct(gradients, params, norm_type)
         if not session.config.reduces_gradients:

@@ -187,6 +187,12 @@ def storages_of(route: Route) -> list[Storage]:
     return storages
 
 
+def storages_of_experts(model: nn.Module, session: Session) -> list[Storage]:
+    """The storages of experts that are dealt out: one for all experts that the same ranks share."""
+    sessions = dict.fromkeys(session.of(param) for param in model.parameters())
+    return [Sliced(Route(each)) for each in sessions if each is not session]
+
+
 class ZeroppOffload(DeepSpeedZeRoOffload):
     """DeepSpeed's hooks around modules, with this project's units, coordinator and gathers behind them."""
 
@@ -214,7 +220,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if session.conversion is not None:
             session.parts.append(ComputeScaling(session))
         route = Route(session)
-        storages = storages_of(route)
+        storages = [*storages_of(route), *storages_of_experts(module, session)]
         apart = {place: functools.partial(class_of, experts) for place, experts in self._places.items()}
         units = build_units(module, self.blocks, granularity, storages, apart)
         self.gatherer = Gatherer(route, storages)

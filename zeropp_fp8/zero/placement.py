@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -15,7 +16,10 @@ Range = tuple[int, int]  # (first element, number of elements) in the flat tenso
 
 
 class Slices:
-    """DeepSpeed's slices: rank r has elements [r S, (r + 1) S) of every parameter, S = ceil(numel / ranks)."""
+    """DeepSpeed's slices: rank r has elements [r S, (r + 1) S) of every parameter, S = ceil(numel / ranks).
+
+    Ranks are those that share the parameter: all, or those with the same experts.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -24,8 +28,10 @@ class Slices:
 
     def slice_of(self, param: Parameter) -> Range:
         """This rank's slice, without padding at the end of the last slices."""
-        size = slice_numel(sharded.numel(param), self.world_size)
-        start = self.rank * size
+        group = sharded.experts_group(param)
+        rank = self.rank if group is None else dist.get_rank(group)
+        size = slice_numel(sharded.numel(param), self.world_size if group is None else dist.get_world_size(group))
+        start = rank * size
         return start, min(size, max(0, sharded.numel(param) - start))
 
     def ranges(self, param: Parameter) -> list[Range]:

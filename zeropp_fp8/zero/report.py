@@ -150,7 +150,7 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
         return [("weight differences", "none", 0, one_node)]
     units = [unit for unit in gatherer.units if unit.difference.is_on]
     params = [p for unit in units for p in unit.params]
-    held = gatherer.route.reached * sum(unit_of(p).bytes_of(p) for p in params) / GIGA
+    held = sum(unit_of(p).route.reached * unit_of(p).bytes_of(p) for p in params) / GIGA
     name = session.config.weights.format
     bits = ", ".join(f"{difference_bits(rate, name):.2g} at {rate:g}" for rate in (1e-6, EXPECTED_RATE, 1e-4))
     remark = f"{len(params)} tensors; all of them cross at start, then (AdamW) bits by learning rate, {bits}"
@@ -162,12 +162,11 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     """Bytes that one rank sends in a step after the first, which gathers each parameter in forward and in backward.
 
     Parameters that stay gathered between steps are gathered once; differences are those of `EXPECTED_RATE`."""
-    topology, world = session.topology, session.topology.world_size
-    before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
+        before, after = unit.route.session.gather_levels
         held, differs = unit.bytes_of(param), 1.0
         if unit.difference.is_on:
             name = session.config.weights.format
@@ -179,8 +178,9 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             held *= level.size
             weights["forward"][level.link] += 0 if kept and is_kept else sent * (differs if kept else 1)
             weights["backward"][level.link] += 0 if kept or unit.persistent else sent
+        topology = unit.route.session.topology
         if param.requires_grad and session.config.reduces_gradients:
-            size = slice_numel(sharded.numel(param), world)
+            size = slice_numel(sharded.numel(param), topology.world_size)
             exact = UnquantizedFormat(param.dtype)
             in_full = session.sends_exactly("gradients", param)
             intra = exact if in_full else session.formats.within or exact
@@ -188,7 +188,8 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             gradients["intra"] += intra.payload_bytes(size) * topology.nodes * (topology.ranks_per_node - 1)
             gradients["inter"] += inter.payload_bytes(size) * (topology.nodes - 1)
         elif param.requires_grad:
-            for link, share in session.ledger.ring_bytes(sharded.numel(param) * param.element_size()).items():
+            num_bytes = sharded.numel(param) * param.element_size()
+            for link, share in session.ledger.ring_bytes(num_bytes, topology).items():
                 gradients[link] += share
     return {"weights forward": weights["forward"], "weights backward": weights["backward"], "gradients": gradients}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -102,15 +104,12 @@ class Session:
         self.engine = engine
         # The formats of master weights and moments, in engines that train; None: fp32.
         self.state_formats = StateFormats.of(vars(config.optimizer)) if config.stores_states_in_low_precision else None
+        self._of_experts: dict[object, Session] = {}  # by the ranks that share experts
         self.on_model = ExitStack()  # undoes what this engine has put on the model
         if conversion is not None:
             self.on_model.callback(conversion.restore)
         self.parts: list[StagePart] = []  # features of training, in the order in which a stage calls them
-        self.topology: Topology = make_topology(group, ranks_per_node)
-        sharing = secondary_ranks(config, ranks_per_node)
-        # If all ranks share one copy (one node, one rank), each would hold just the shard that it sends anyway.
-        self.secondary_ranks = None if sharing == world_size else sharing
-        self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
+        self._arrange(make_topology(group, ranks_per_node))
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         # Ids of parameters whose "weights" and "gradients" are always sent in full; the model keeps them alive.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
@@ -118,6 +117,35 @@ class Session:
         self.own_numel: Callable[[Parameter], int] = self.placement.own_numel
         self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
         self.device = device or sharded.device()
+
+    def _arrange(self, topology: Topology) -> None:
+        """Set the hops of gathers."""
+        self.topology, sharing = topology, secondary_ranks(self.config, topology.ranks_per_node)
+        # If all ranks share one copy (one node, one rank), each would hold just the shard that it sends anyway.
+        self.secondary_ranks = None if sharing == topology.world_size else sharing
+        self.gather_levels = topology.gather_levels(self.secondary_ranks)
+
+    def of(self, param: Parameter) -> Session:
+        """The session of the ranks that share a parameter: this one, or one with another topology. Collective at first.
+
+        Raises:
+            ConfigError: nodes have different numbers of these ranks; on all ranks.
+        """
+        group = sharded.experts_group(param)
+        if group is None:
+            return self
+        if group not in self._of_experts:
+            ranks = (dist.get_group_rank(self.topology.group, rank) for rank in dist.get_process_group_ranks(group))
+            nodes = [rank // self.topology.ranks_per_node for rank in ranks]
+            here = Counter(nodes)
+            if any(gather_objects(len(set(here.values())) > 1, self.topology.group)):
+                raise ConfigError(
+                    '"expert_parallel.autoep_size" deals experts out so that nodes have different numbers of the ranks '
+                    "that share one; set it to a divisor, or a multiple, of the ranks per node"
+                )
+            session = self._of_experts[group] = copy.copy(self)
+            session._arrange(make_topology(group, here[nodes[0]]))
+        return self._of_experts[group]
 
     def leave_exact(self, model: nn.Module) -> None:
         """Send parameters in full that `skip_modules` of weights and gradients name."""

@@ -1,4 +1,4 @@
-"""FP8 in DeepSpeed's sequence parallelism (Ulysses): exchanges of activations are sent in FP8.
+"""FP8 in DeepSpeed's sequence parallelism (Ulysses) and expert parallelism (AutoEP): exchanges of activations.
 
 All of its all-to-alls call `dist.all_to_all_single` in one file, deepspeed/sequence/layer.py (except for DeepCompile,
 which the plugin refuses; the all-gather of image patches in UlyssesSPViTAttention stays as it is). Three paths lead
@@ -24,9 +24,15 @@ import torch
 from deepspeed.utils import groups
 from torch import nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm import ActivationExchange, fp8_all_to_all
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.zero.stage_part import StagePart
+
+try:
+    from deepspeed.module_inject import auto_ep_layer
+except ImportError:  # of DeepSpeed before 0.19.3, or without Triton
+    auto_ep_layer = None
 
 
 class _Now:
@@ -136,6 +142,8 @@ class _SequenceComm:
         exchange = _now.exchange
         splits = input_split_sizes if input_split_sizes is not None else output_split_sizes
         if exchange is None or not exchange.accepts(tensor, self.stock.get_world_size(group), splits):
+            if exchange is not None and exchange.rests and tensor.is_floating_point() and splits is not None:
+                exchange.count_whole(tensor, group, splits, _now.evaluating)
             return self.stock.all_to_all_single(
                 output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
             )
@@ -162,18 +170,23 @@ def replace_exchanges(replace: Callable[[Any, str, Any], None]) -> None:
         replace(ulysses_sp, "_dim_zero_all_to_all", operator)
     else:
         functions.append(layer._DimZeroAllToAll)
+    if auto_ep_layer is not None:
+        functions.append(auto_ep_layer._AllToAllV)
     for function in functions:
         replace(function, "forward", _remembering_forward(function.forward))
         replace(function, "backward", _gradient_backward(function.backward))
     replace(layer, "dist", _SequenceComm(layer.dist))
+    if auto_ep_layer is not None:
+        replace(auto_ep_layer, "dist", _SequenceComm(auto_ep_layer.dist))
 
 
-def sequence_parallel_groups(model: nn.Module) -> list:
-    """The process groups of more than one rank that sequence parallelism exchanges over, as far as can be known.
+def exchanging_groups(model: nn.Module) -> list:
+    """The process groups of more than one rank that activations are exchanged over, as far as can be known.
 
-    These are DeepSpeed's own, made from an mpu or a mesh, and those given to DistributedAttention and FPDT_Attention.
+    Of sequence parallelism these are DeepSpeed's own, made from an mpu or a mesh, and those given to
+    DistributedAttention and FPDT_Attention; of expert parallelism (AutoEP) those of its layers.
     """
-    own = (getattr(module, "spg", None) for module in model.modules())
+    own = [getattr(module, name, None) for module in model.modules() for name in ("spg", "ep_group")]
     found = [group for group in own if isinstance(group, torch.distributed.ProcessGroup)]
     if groups._get_sequence_parallel_world_size() > 1:
         found.append(groups._get_sequence_parallel_group())
@@ -187,20 +200,22 @@ def exchange_in_fp8(model: nn.Module, session) -> None:
         ConfigError: "fp8" is set without sequence parallelism. ("detect" then means none.)
     """
     wire_format = session.config.activations.wire_format
-    if wire_format == "none":
-        return
-    found = sequence_parallel_groups(model)
+    found = exchanging_groups(model)
     if not found:
-        if wire_format == "detect":
+        if wire_format != "fp8":
             return
         raise ConfigError(
             f'"{SECTION}.activations.wire_format": "{wire_format}" needs DeepSpeed sequence parallelism (Ulysses) over '
             'more than one rank, and this job has none; give deepspeed.initialize the "mpu" of '
-            "UlyssesSPAttentionHF.register_with_transformers, use DistributedAttention, or remove the key"
+            'UlyssesSPAttentionHF.register_with_transformers, use DistributedAttention, set "expert_parallel", whose '
+            "layers exchange tokens, or remove the key"
         )
+    if wire_format == "none" and all(sharded.experts_group(param) is None for param in model.parameters()):
+        return
     exchange = ActivationExchange(session.place.node, session.ledger)
+    exchange.rests = wire_format == "none"  # then it counts what AutoEP sends
     for group in found:
         exchange.route(group)  # torch.compile must not be the first to ask
     hooks = ActivationHooks(model, exchange)
-    session.parts.append(hooks)
+    session.parts.extend([] if exchange.rests else [hooks])
     session.on_model.callback(hooks.remove)

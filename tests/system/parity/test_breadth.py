@@ -88,7 +88,6 @@ REFUSED = {
     "pipeline, stage 1": ("ConfigError", ("zeropp_fp8", "PipelineModule", "remove the section")),
     "pipeline, stage 3": ("ConfigError", ("zeropp_fp8", "PipelineModule", "remove the section")),
     "MoE": ("AssertionError", MOE if version >= Version("0.19.3") else ("MoE not supported with Stage 3",)),
-    "AutoEP": ("ConfigError", ("expert_parallel.enabled", "set it to false")),
     "init_inference": ("ValidationError", ("zeropp_fp8", "Extra inputs are not permitted")),
     "no_sync": ("AssertionError", ("no_sync context manager is incompatible", "ZeRO stage 3")),
     "meta": ("NotImplementedError", ("Cannot copy out of meta tensor", "to_empty()")),

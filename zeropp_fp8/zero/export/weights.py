@@ -73,8 +73,12 @@ def base_model(model: nn.Module, caller: str) -> nn.Module:
     """The model inside PEFT's wrapper.
 
     Raises:
-        ValueError: what PEFT adds cannot be merged; `caller` is who says so.
+        ValueError: what PEFT adds cannot be merged, or no rank has all experts; `caller` is who says so.
     """
+    if any(sharded.experts_group(param) is not None for param in model.parameters()):
+        raise ValueError(
+            f'{caller}: "expert_parallel" (AutoEP) deals experts out, and each rank would give its own alone'
+        )
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     if model.active_peft_config.is_prompt_learning:

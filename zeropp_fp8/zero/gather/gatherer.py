@@ -96,8 +96,9 @@ class Gatherer(Owner):
     def attach(self, units: Sequence[Unit]) -> None:
         """Gather the parameters of units from now on. Collective."""
         self.ownership.attach(units)
-        world, params = self.route.world_size, self.ownership.params
-        self._padded_numel = {key: slice_numel(sharded.numel(param), world) * world for key, param in params.items()}
+        worlds = {key: unit_of(param).route.world_size for key, param in self.ownership.params.items()}
+        params = self.ownership.params
+        self._padded_numel = {key: slice_numel(sharded.numel(params[key]), n) * n for key, n in worlds.items()}
 
     def detach(self) -> None:
         """Detach parameters, and free buffers. Collective if whole tensors have owners."""
@@ -146,7 +147,8 @@ class Gatherer(Owner):
             return
         ledger.pay(pending.bill)
         with ledger.billed(pending.bill):
-            ledger.stock_would_send(sum([self._padded_numel[sharded.key(p)] for p in missing]))
+            padded = sum([self._padded_numel[sharded.key(p)] for p in missing])
+            ledger.stock_would_send(padded, unit.route.session.topology)
         if pending.bill:
             unit.bill.update(pending.bill)
         pending.wait()

@@ -76,7 +76,7 @@ class Hops:
             differs = unit.difference.is_due
             if differs:
                 if unit.difference.is_unknown:
-                    self._agree()
+                    self._agree(unit.route)
                 pending.brought = self._brought_ring.take(unit.difference.brought_bytes)
                 pending.first_work = unit.difference.send(pending.held, pending.brought)
             elif at_rest is None:
@@ -91,17 +91,17 @@ class Hops:
             while len(self._coming) >= _MOST_COMING:
                 self._add_differences(self._coming[0])
 
-    def _agree(self) -> None:
-        """Let all ranks know how long the payloads of differences are, of all units that are written.
+    def _agree(self, route: Route) -> None:
+        """Let all ranks of a route know how long the payloads of differences are, of all units that are written.
 
         The host waits for these weights.
         """
         for unit in (unit for unit in self._units() if unit.difference.is_unknown):
             unit.lay_out()  # which may end its differences
-        units = [unit for unit in self._units() if unit.difference.is_unknown]
+        units = [unit for unit in self._units() if unit.difference.is_unknown and unit.route is route]
         needs = torch.cat([unit.difference.measure() for unit in units])
-        rows = gather_through(needs.view(torch.uint8), self.route.levels, self._ledger).view(torch.int64)
-        of_ranks = rows.view(-1, len(units))[self.route.rows_in_rank_order].t().tolist()
+        rows = gather_through(needs.view(torch.uint8), route.levels, self._ledger).view(torch.int64)
+        of_ranks = rows.view(-1, len(units))[route.rows_in_rank_order].t().tolist()
         for unit, sizes in zip(units, of_ranks):
             unit.difference.agree(sizes)
         known = [unit for unit in self._units() if unit.difference.sizes]
@@ -159,7 +159,7 @@ class Hops:
         unit = pending.unit
         if pending.brought is not None:
             self._add_differences(unit)
-        if self.route.last.size == 1:
+        if unit.route.last.size == 1:
             pending.gathered = pending.held
             return
         pending.gathered = self._take(pending, self._node, unit.gathered_bytes)

@@ -54,10 +54,10 @@ class SecondaryShards:
         Raises:
             ConfigError: a rank has less than the configured memory, and the shards would take more than it has.
         """
-        session = self.session
-        if session.secondary_ranks is None:
+        units = [unit for unit in units if unit.route.session.secondary_ranks is not None]
+        limit = self.session.config.secondary.memory_gb
+        if not units:
             return
-        limit = session.config.secondary.memory_gb
         for unit in units if limit == "all" else self._that_fit(units, limit):
             unit.keeps_secondary = True
 
@@ -82,7 +82,8 @@ class SecondaryShards:
 
     def choose_again(self, units: Sequence[Unit]) -> None:
         """Choose again after formats, and so sizes, have changed, if memory is bounded. Collective then."""
-        if self.session.secondary_ranks is None or self.session.config.secondary.memory_gb == "all":
+        units = [unit for unit in units if unit.route.session.secondary_ranks is not None]
+        if not units or self.session.config.secondary.memory_gb == "all":
             return
         kept = units_that_fit(units, _largest_of_all(units, self.session), self.limit)
         for unit in units:

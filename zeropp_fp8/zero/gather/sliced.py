@@ -236,7 +236,7 @@ class Sliced(Storage):
     unit_class = SlicedUnit
 
     def takes(self, param: Parameter) -> bool:
-        return True
+        return self.route.session.of(param) is self.route.session
 
     def attach(self, params: Sequence[Parameter]) -> None:
         super().attach(params)

@@ -79,7 +79,12 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
 
 
 def _check_idle(offload: ZeroppOffload) -> None:
-    """Nothing of a pass is under way, no other generation, and no other engine has the weights."""
+    """No pass is under way, no other generation, no other engine has the weights, and each rank has all experts."""
+    if any(sharded.experts_group(param) is not None for param in offload.module.parameters()):
+        raise ValueError(
+            'generation: with "expert_parallel" (AutoEP) every rank must run every forward: call the model\'s own '
+            "generate with synced_gpus=True"
+        )
     if offload.generating:
         raise RuntimeError("generation: the engine is inside zeropp_fp8.generation already")
     if offload.gatherer.ownership.elsewhere():

@@ -19,6 +19,7 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import timed_by_deepspeed
 from zeropp_fp8.comm.lanes import Lane, after, mark
 from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.comm.topology import Topology
 from zeropp_fp8.zero.as_deepspeed import reduce_scatter, replaced
 
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
@@ -51,6 +52,7 @@ class Buckets:
             or set(stage.ipg_buckets) != {stage.dtype}  # gradients are sent in another dtype, or in several
             or stage.gradient_predivide_factor != 1.0
             or stage.enable_sanity_checks
+            or any(sharded.experts_group(p) is not None for group in stage.fp16_groups for p in group)
         )
 
     @functools.cached_property
@@ -135,12 +137,15 @@ class Buckets:
             self.partition_grads(params, own.split(sizes))
             self._under_way.append((message, mark(session.device)))
 
-    def _counted(self, numel: int, rounds: int, dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
+    def _counted(
+        self, numel: int, rounds: int, dtype: torch.dtype | None = None, ring: Topology | None = None
+    ) -> AbstractContextManager[None]:
         """Count `numel` elements that are reduced inside, and time it; `rounds` is 2 for an all-reduce."""
         session = self.stage.session
         with session.ledger.counting("gradients"):
-            session.ledger.sent_around_ring(numel * (dtype or self.stage.communication_data_type).itemsize, rounds)
-            session.ledger.stock_would_send(numel)
+            num_bytes = numel * (dtype or self.stage.communication_data_type).itemsize
+            session.ledger.sent_around_ring(num_bytes, rounds, ring)
+            session.ledger.stock_would_send(numel, ring)
         return timed_by_deepspeed(session.ledger, session.device.type == "cuda")
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: Sequence[Tensor]) -> list[Tensor]:
@@ -196,8 +201,9 @@ class Buckets:
 
     def avg_scatter_grads(self, params: list[Parameter], *communication_data_type: torch.dtype) -> list[Tensor]:
         """Reduce DeepSpeed's bucket to this rank's slices of the mean, by its reduce-scatter."""
-        numel = sum(sharded.shard_numel(p) for p in params) * self.stage.session.topology.world_size
-        with self._counted(numel, 1, *communication_data_type):
+        ring = self.stage.session.of(params[0]).topology
+        numel = sum(sharded.shard_numel(p) for p in params) * ring.world_size
+        with self._counted(numel, 1, *communication_data_type, ring=ring):
             return getattr(self.stage.stock, AVG_SCATTER_GRADS)(params, *communication_data_type)
 
     def avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:

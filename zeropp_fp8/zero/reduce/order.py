@@ -41,7 +41,8 @@ def reduction_units(
         if joined_numel and index is not None and is_vector(sharded.shape(param)):
             vectors.append(param)
         else:
-            units.setdefault(param if index is None else index, []).append(param)
+            shared_by = sharded.experts_group(param)
+            units.setdefault(param if index is None else (index, shared_by), []).append(param)
     place = {id(p): index for index, p in enumerate(registered)}
     ordered = sorted(units.items(), key=lambda item: max(place[id(p)] for p in item[1]), reverse=True)
     if vectors:
@@ -50,7 +51,7 @@ def reduction_units(
     open_numel = None  # elements of the last unit, if it may grow
     for key, unit in ordered:
         numel = sum(sharded.numel(p) for p in unit)
-        if isinstance(key, int):
+        if isinstance(key, tuple):
             joined.append(unit)
             open_numel = None
         elif open_numel is not None and open_numel + numel <= joined_numel:

@@ -45,16 +45,17 @@ class GradientReducer:
         """Return the unit of these ZeRO-3 parameters, whose order is the same on every rank."""
         keys = tuple([sharded.key(p) for p in params])
         if keys not in self._units:
-            self._units[keys] = ReductionUnit(self.session, params, [self.names[key] for key in keys])
+            self._units[keys] = ReductionUnit(self.session.of(params[0]), params, [self.names[key] for key in keys])
         return self._units[keys]
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:
         """Return the bytes of the residuals of trained parameters once all have been reduced."""
-        nodes, world = self.session.topology.nodes, self.session.topology.world_size
-        if self.error_feedback is None or nodes == 1:
+        if self.error_feedback is None:
             return 0
         rounded = (p for p in params if p.requires_grad and not self.session.sends_exactly("gradients", p))
-        return sum(self.error_feedback.num_bytes(nodes, slice_numel(sharded.numel(p), world)) for p in rounded)
+        each = [(self.session.of(p).topology, sharded.numel(p)) for p in rounded]
+        sizes = [(ring.nodes, slice_numel(numel, ring.world_size)) for ring, numel in each if ring.nodes > 1]
+        return sum(itertools.starmap(self.error_feedback.num_bytes, sizes))
 
     def start(
         self,
@@ -119,7 +120,7 @@ class GradientReducer:
 
     def _count_stock(self, unit: ReductionUnit) -> None:
         with self.session.ledger.counting("gradients"):
-            self.session.ledger.stock_would_send(unit.stock_numel)
+            self.session.ledger.stock_would_send(unit.stock_numel, unit.session.topology)
 
     def _scales_of(self, unit: ReductionUnit, grads: Sequence[Tensor], to_the_end: bool = True) -> SharedScales | None:
         if self.scales is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -123,7 +124,10 @@ class Reduction(StagePart):
     def reduce_unit(self, params: list[Parameter]) -> None:
         """Quantize the gradients of a unit and send them; the result is written to where gradients are kept."""
         unit, grads = self.reducer.unit_of(params), self.gradients_of(params)
-        if self.sums_numel and not self.at_boundary():
+        if unit.session is not self.stage.session:  # a mean over the tokens of all ranks, of those with these experts
+            share = unit.session.topology.world_size / self.stage.session.topology.world_size
+            torch._foreach_mul_(grads, share)
+        if self.sums_numel and unit.session.topology.nodes > 1 and not self.at_boundary():
             self.reducer.sum_in_node(unit, grads, self.dtype)
         else:
             self._finish_unit(unit, grads)
@@ -262,8 +266,11 @@ def _numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.d
     gradients, topology = session.config.gradients, session.topology
     if not session.config.reduces_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
         return 0
-    trainable = sum(sharded.shape(p).numel() for p in params if p.requires_grad)
-    numel = -(-trainable // topology.ranks_per_node)
+    by_ranks: Counter[int] = Counter()
+    for param in (param for param in params if param.requires_grad):
+        ring = session.of(param).topology
+        by_ranks[ring.ranks_per_node] += sharded.shape(param).numel() if ring.nodes > 1 else 0
+    numel = sum(-(-numel // ranks) for ranks, numel in by_ranks.items())
     if gradients.accumulate_in == "node":
         return numel
     memory = device_bytes(session.device, session.ranks_here)
