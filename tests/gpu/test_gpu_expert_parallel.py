@@ -1,4 +1,4 @@
-"""Experts on two of four ranks (AutoEP) over NCCL: what tests/system/parity/test_expert_parallel.py asserts over gloo."""
+"""Experts on two of four ranks (AutoEP) over NCCL, as tests/system/parity/test_expert_parallel.py has them on gloo."""
 
 import json
 import tempfile

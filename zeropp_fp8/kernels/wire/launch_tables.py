@@ -274,9 +274,9 @@ class TensorTable:
 
 
 def table_key(tensors: Sequence[Tensor]) -> tuple:
-    """The key of a TensorTable: dtype, places relative to the first tensor, and the first one's alignment.
+    """The key of a TensorTable: dtype, places relative to the first tensor, and the first one's alignment and size.
 
-    Sizes are not part of it: those of a layout's tensors never change in one role.
+    Other sizes are not part of it: in one role they never change, but for that of a layout of single tokens.
     """
     base = tensors[0].data_ptr()
-    return (tensors[0].dtype, base % 16, *[t.data_ptr() - base for t in tensors])
+    return (tensors[0].dtype, base % 16, tensors[0].numel(), *[t.data_ptr() - base for t in tensors])
