@@ -37,9 +37,9 @@ def quoted(names) -> str:
 def counts(gloo: dict, nccl: dict) -> str:
     """The cases of both networks."""
     return paragraph(
-        f"""{well(gloo)} cases well over gloo ({pairs(gloo)} pairs of fault and place, {len(recipes(gloo))} recipes),
-        {well(nccl)} over NCCL on {nccl["ranks"]} H200 ({len(recipes(nccl))} recipes).
-        `benchmarks/results/faults/README.md` has the tables, more files and all commits; see [Checkpoints and
+        f"""{well(gloo)} cases ended well over gloo ({pairs(gloo)} pairs of fault and place, {len(recipes(gloo))}
+        recipes), {well(nccl)} over NCCL on {nccl["ranks"]} H200 ({len(recipes(nccl))} recipes).
+        `benchmarks/results/faults/README.md` has the tables and commits; see [Checkpoints and
         faults](checkpoints.md)."""
     )
 
