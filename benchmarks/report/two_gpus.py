@@ -199,7 +199,7 @@ OVER_NVLINK = {
 
 
 def by_host(results: Sequence[dict]) -> list[list[dict[str, dict]]]:
-    """What was compared on each host, by run: with few tokens per GPU and with many."""
+    """Return the comparison of each host, by run: with few tokens per GPU and with many."""
     found = [{line["run"]: line for line in result["comparison"]} for result in results]
     return [found[n : n + 2] for n in range(0, len(found), 2)]
 
