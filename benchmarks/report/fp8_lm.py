@@ -234,12 +234,11 @@ def gives(nodes: dict, whole: dict, alone: dict, sizes: dict) -> str:
     lines, share = lines_of(nodes, whole), {run: f"{100 * each['mfu']:.1f} %" for run, each in lines_of(alone).items()}
     states = {row["run"]: f"{row['states_per_parameter']:.0f}" for row in sizes["rows"]}
     return paragraph(
-        f"""Speed, bytes, memory, losses, and the three ways of scaling side by side are in [Results](results.md). In
-        short: two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms per step instead of stock's
+        f"""Two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms per step instead of stock's
         {lines["stock"]["step_ms"]:.0f}, one H200 reaches {share["fp8-lm-o2"]} of its bf16 peak instead of
         {share["stock-leaf"]}, and states and weights take {states["fp8-lm"]} bytes per parameter instead of
-        {states["stock"]}. The paper's finding that neither master weights nor the second moment must be FP8 is repeated
-        there."""
+        {states["stock"]}. Master weights and the second moment must not be FP8, as the paper found. Speed and memory
+        are in [Results](results-features.md#fp8-lm), losses in [Quality](results-quality.md#fp8-lm)."""
     )
 
 

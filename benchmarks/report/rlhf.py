@@ -68,9 +68,9 @@ def rlhf_gives(*results: dict) -> str:
         for each, run, gpus in zip(ms, ("zeropp", "fp8-lm-zeropp"), ("H200", "H100"))
     ]
     return paragraph(
-        f"""Step times, memory, batches, and whether quantized models learn the same are in [Results](results.md). In
-        short: where {results[0]["settings"]["gbit"]:.0f} Gbit/s are between two nodes of one GPU, a step of actor and
-        critic of 1.3 B parameters each, all weights trained, takes {", and ".join(parts)}."""
+        f"""Two nodes of one GPU at {results[0]["settings"]["gbit"]:.0f} Gbit/s: a step of actor and critic of 1.3 B
+        parameters each, all weights trained, takes {", and ".join(parts)}. Speed and memory are in
+        [Results](results-features.md#rlhf), what is learned in [Quality](results-quality.md#rlhf)."""
     )
 
 
