@@ -45,6 +45,8 @@ DOCUMENTS = (
     "docs/doctor.md",
     "docs/recipes.md",
     "docs/results.md",
+    "docs/results-features.md",
+    "docs/results-quality.md",
     "docs/fp8-lm.md",
     "docs/handover.md",
     "docs/integrations.md",

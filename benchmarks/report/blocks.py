@@ -53,8 +53,8 @@ class Block:
 
 
 def since(result: dict) -> str:
-    """The commit that was measured; of older files, which do not hold it, that since which they are kept."""
-    return f"commit `{result['commit']}`" if result["commit"] else f"kept since `{result['kept_since']}`"
+    """The commit that was measured; of older files, which do not record it, the one that added them."""
+    return f"commit `{result['commit']}`" if result["commit"] else f"added in `{result['kept_since']}`"
 
 
 def filled(text: str, blocks: dict[str, Block]) -> str:

@@ -43,8 +43,8 @@ def fp8_linear_says(result: dict, casts: dict) -> str:
     assert block == gemms["block"]
     ours = [row["share_of_copy"] for row in casts["rows"] if is_a_cast(row["cast"])]
     return paragraph(
-        f"""The GEMMs alone reach {others[0]:.1f} to {others[-1]:.1f} times bf16 (`block`: {block:.1f}, because a
-        product of two operands with 1 x 128 blocks runs at bf16's speed in cuBLAS); the rest is casts, which move
+        f"""The GEMMs alone reach {others[0]:.1f} to {others[-1]:.1f} times bf16, with `block` {block:.1f} times (cuBLAS
+        multiplies two operands with 1 x 128 blocks at the speed of bf16). Casts take the rest; they move
         {100 * min(ours):.0f} to {100 * max(ours):.0f} % of a copy's bytes per second (`benchmarks.casts`)."""
     )
 
@@ -76,9 +76,8 @@ def convergence_says(result: dict) -> str:
     """Return what was trained, on how much, and how far seeds differ by themselves."""
     row, spread = result["rows"][0], compared(result)["bf16"]["seed_spread_percent"]
     return paragraph(
-        f"""Loss of an {row["parameters"] / 1e6:.0f} M Llama after {row["tokens"] / 1e6:.0f} million bytes of Python
-        source, on held-out text, against bf16 with the same seeds and data (`benchmarks.convergence`; a mean over so
-        many seeds, whose own spread in bf16 is {spread:.1f} %):"""
+        f"""{row["parameters"] / 1e6:.0f} M parameters, {row["tokens"] / 1e6:.0f} million bytes of Python source, one
+        H200 (`python -m benchmarks.convergence`). The seeds of bf16 differ by {spread:.1f} %:"""
     )
 
 
@@ -140,11 +139,9 @@ def direct_cast_says(result: dict) -> str:
     clear = {name for name, found in wide if found["difference"] > 3 * found["standard_error"]}
     assert clear == {name for name, _ in wide if "e5m2" in name or "e3m2" in name}
     return paragraph(
-        f"""Loss of a small Llama trained by the project ({result["parameters"] / 1e6:.2f} M parameters, held-out loss
-        {result["held_out_loss"]:.4f}), in each format without further training ({code_of("direct_cast")};
-        standard errors are up to {error(True):.4f} in 4 bits and {error(False):.4f} in 6 and 8,
-        where with activations only formats with 2 bits of mantissa, E5M2 and E3M2, differ by more than three of them):
-        """
+        f"""Loss of a small trained Llama ({result["parameters"] / 1e6:.2f} M parameters, held-out loss
+        {result["held_out_loss"]:.4f}) after a cast ({code_of("direct_cast")}). Standard errors are up to
+        {error(True):.4f} in 4 bits and {error(False):.4f} in 6 and 8 bits:"""
     )
 
 

@@ -37,9 +37,9 @@ def quoted(names) -> str:
 def counts(gloo: dict, nccl: dict) -> str:
     """The cases of both networks."""
     return paragraph(
-        f"""{well(gloo)} cases well over gloo ({pairs(gloo)} pairs of fault and place, {len(recipes(gloo))} recipes),
-        {well(nccl)} over NCCL on {nccl["ranks"]} H200 ({len(recipes(nccl))} recipes).
-        `benchmarks/results/faults/README.md` has the tables, more files and all commits; see [Checkpoints and
+        f"""{well(gloo)} cases ended well over gloo ({pairs(gloo)} pairs of fault and place, {len(recipes(gloo))}
+        recipes), {well(nccl)} over NCCL on {nccl["ranks"]} H200 ({len(recipes(nccl))} recipes).
+        `benchmarks/results/faults/README.md` has the tables and commits; see [Checkpoints and
         faults](checkpoints.md)."""
     )
 
@@ -67,14 +67,14 @@ def others_did(gloo: dict, nccl: dict) -> str:
     stopped = [row["seconds"] for row in ended if row["fault"] == "stop"]
     gone = [row["seconds"] for row in ended if row["fault"] != "stop"]
     return paragraph(
-        f"""On a CPU with two gloo ranks {well(gloo)} cases were well (`benchmarks/results/faults`, also four ranks and
-        rank 0): the other rank raised an error that names a closed connection, a time limit or the rank that failed,
-        {statistics.median(gone):.1f} s (median; at most {max(gone):.1f}) after the fault or at most
-        {max(stopped):.1f} s after a stop; NaN was a skipped step on both ranks; and the next start loaded `latest` and
-        went on bit for bit. Over NCCL on two H200 {well(nccl)} cases of the {len(recipes(nccl))} recipes were well:
+        f"""On a CPU with two gloo ranks {well(gloo)} cases ended well (`benchmarks/results/faults`, also with four
+        ranks and with rank 0). The other rank raised an error that names a closed connection, a time limit or the
+        rank that failed, {statistics.median(gone):.1f} s after the fault (median; at most {max(gone):.1f}), or at most
+        {max(stopped):.1f} s after a stop. NaN was a skipped step on both ranks. The next start loaded `latest` and
+        continued bit for bit. Over NCCL on two H200 {well(nccl)} cases of {len(recipes(nccl))} recipes ended well:
         torch's watchdog names the collective after the same {nccl["timeout"]} s, and ends the process 4 s later (60 s
         unless `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC` is set; launchers end it at once). All process groups of the plugin
-        and the data-parallel one wait as long as `init_process_group` was told."""
+        and the data-parallel one have the time limit of `init_process_group`."""
     )
 
 
@@ -84,9 +84,9 @@ def soak_says(soak: dict) -> str:
     assert not any(rank["grown"][what] for rank in ranks for what in ("descriptors", "threads", "tensor_bytes"))
     (looks,), most = {len(rank["notes"]) for rank in ranks}, max(rank["grown"]["rss"] for rank in ranks) / (1 << 20)
     return paragraph(
-        f"""`make soak` trains, saves, loads, evaluates and generates for thousands of steps: after {steps_of(soak)[0]}
-        steps with {looks} of each no more descriptors, threads or bytes of tensors than in the beginning
-        ({", ".join(f"`{name}`" for name in soak["recipes"])}), and at most {most:.1f} MiB more memory."""
+        f"""`make soak` trains, saves, loads, evaluates and generates for thousands of steps. After {steps_of(soak)[0]}
+        steps with {looks} of each ({", ".join(f"`{name}`" for name in soak["recipes"])}) there were no more
+        descriptors, threads or bytes of tensors than at the beginning, and at most {most:.1f} MiB more memory."""
     )
 
 

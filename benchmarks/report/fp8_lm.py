@@ -41,13 +41,12 @@ def step(*results: dict) -> str:
 
 
 def step_says(*results: dict) -> str:
-    """Return what bounds a step, and what the next table is."""
+    """Return what bounds a step."""
     floor = {run: f"{line['floor_ms']:.0f}" for run, line in lines_of(*results).items() if line["floor_ms"]}
     assert floor["lossless"] == floor["fp8-compute"] and floor["fp8-lm-o1"] == floor["fp8-lm-o2"]
     return paragraph(
-        f"""The bytes alone need {floor["lossless"]}, {floor["fp8-lm-o2"]} and {floor["fp8-lm"]} ms, so the link bounds
-        all of them. The gradients' exchange by itself, nothing else running (`benchmarks.fp8_lm_exchange --ranks 4
-        --gbit 25`; FP8-LM reports 63 to 65 % less communication):"""
+        f"""The bytes alone need {floor["lossless"]} ms without FP8 gradients, {floor["fp8-lm-o2"]} ms with `fp8-lm-o1`
+        and `fp8-lm-o2`, and {floor["fp8-lm"]} ms with `fp8-lm`: the link bounds all of them."""
     )
 
 
@@ -103,11 +102,11 @@ def limits_say(batch: dict, context: dict) -> str:
     )
     assert lines_of(context)["fp8-lm-o2"]["too_large"] is None, "nobody knows what does not fit"
     return paragraph(
-        f"""With the memory that `fp8-lm-o2` leaves, the largest batch of 1,024 tokens that fits grows from
+        f"""With `fp8-lm-o2` instead of `lossless` the largest batch of 1,024 tokens grows from
         {batch_base["micro_batch"]} ({batch_base["tokens_per_s"]:,.0f} tokens/s) to {batch_o2["micro_batch"]}
-        ({batch_o2["tokens_per_s"]:,.0f} tokens/s), and the largest context of one sequence from {base["sequence"]:,}
-        tokens ({base["tokens_per_s"]:,.0f} tokens/s) to at least {o2["sequence"]:,} ({o2["tokens_per_s"]:,.0f}
-        tokens/s); found by doubling, the batch by one halving too ({code_of("fp8_lm_limits")})."""
+        ({batch_o2["tokens_per_s"]:,.0f} tokens/s), and the longest sequence from {base["sequence"]:,}
+        ({base["tokens_per_s"]:,.0f} tokens/s) to at least {o2["sequence"]:,} tokens ({o2["tokens_per_s"]:,.0f}
+        tokens/s; {code_of("fp8_lm_limits")})."""
     )
 
 
@@ -115,10 +114,9 @@ def convergence_of(result: dict) -> str:
     """Return what the table of losses is."""
     line = lines_of(result)["bf16"]
     return paragraph(
-        f"""Held-out loss of the {result["rows"][0]["parameters"] / 1e6:.0f} M Llama after
-        {result["rows"][0]["tokens"] / 1e6:.0f} million tokens (`benchmarks.fp8_lm_convergence`; bf16's own seeds spread
-        {line["seed_spread_percent"]:.1f} %, so single runs within that are noise; differences are to bf16 of the same
-        seeds):"""
+        f"""{result["rows"][0]["parameters"] / 1e6:.0f} M parameters, {result["rows"][0]["tokens"] / 1e6:.0f} million
+        tokens, one H200 (`python -m benchmarks.fp8_lm_convergence`). The seeds of bf16 differ by
+        {line["seed_spread_percent"]:.1f} %; differences are to bf16 of the same seeds:"""
     )
 
 
@@ -148,14 +146,12 @@ def four_ranks_say(one: dict, four: dict) -> str:
     worst = max(line["held_out_loss"] for line in lines.values())
     assert min(seeds) <= worst <= max(seeds), "more than bf16's seeds differ by"
     return paragraph(
-        f"""The last two repeat the paper's finding that these two must not be FP8. These runs have one GPU each. With
-        four ranks, so that FP8 sums over ranks are part of the result (`--ranks 4`, one seed; trace of mu in
-        `benchmarks/results/fp8_lm_convergence/h200-4-nvlink-mu.png`), bf16 ends at
-        {lines["bf16"]["held_out_loss"]:.4f}, `fp8-lm-o1` at {lines["fp8-lm-o1"]["held_out_loss"]:.4f} and `fp8-lm`
-        at {lines["fp8-lm"]["held_out_loss"]:.4f}: {lines["fp8-lm-o1"]["percent_above_bf16"]:.2f} and
-        {lines["fp8-lm"]["percent_above_bf16"]:.2f} % above, more than the {lines["fp8-lm"]["target_percent"]} %
-        that we aim at, and still within what bf16's seeds differ by ({min(seeds):.4f} to {max(seeds):.4f}). More
-        seeds must tell whether this is chance."""
+        f"""Master weights and the second moment must not be FP8, as the paper found. With four ranks (`--ranks 4`, one
+        seed), where FP8 sums over ranks count too, `fp8-lm-o1` is
+        {lines["fp8-lm-o1"]["percent_above_bf16"]:.2f} % and `fp8-lm` {lines["fp8-lm"]["percent_above_bf16"]:.2f} %
+        above bf16 ({lines["bf16"]["held_out_loss"]:.4f}): more than the target of
+        {lines["fp8-lm"]["target_percent"]} %, but inside the range of bf16's own seeds ({min(seeds):.4f} to
+        {max(seeds):.4f})."""
     )
 
 
@@ -188,7 +184,7 @@ def optimizer(result: dict) -> str:
         row = found[name]
         figures = f"{row['ms']:.2f}", f"{row['bytes_per_parameter']:.1f}", f"{100 * row['share_of_copy']:.0f} %"
         rows.append([label, *figures])
-    return table(["", "ms", "bytes moved a parameter", "of a copy's bandwidth"], rows)
+    return table(["", "ms", "bytes moved per parameter", "of a copy's bandwidth"], rows)
 
 
 def muon_step(result: dict) -> str:
@@ -238,12 +234,11 @@ def gives(nodes: dict, whole: dict, alone: dict, sizes: dict) -> str:
     lines, share = lines_of(nodes, whole), {run: f"{100 * each['mfu']:.1f} %" for run, each in lines_of(alone).items()}
     states = {row["run"]: f"{row['states_per_parameter']:.0f}" for row in sizes["rows"]}
     return paragraph(
-        f"""Speed, bytes, memory, losses, and the three ways of scaling side by side are in [Results](results.md). In
-        short: two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms per step instead of stock's
+        f"""Two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms per step instead of stock's
         {lines["stock"]["step_ms"]:.0f}, one H200 reaches {share["fp8-lm-o2"]} of its bf16 peak instead of
         {share["stock-leaf"]}, and states and weights take {states["fp8-lm"]} bytes per parameter instead of
-        {states["stock"]}. The paper's finding that neither master weights nor the second moment must be FP8 is repeated
-        there."""
+        {states["stock"]}. Master weights and the second moment must not be FP8, as the paper found. Speed and memory
+        are in [Results](results-features.md#fp8-lm), losses in [Quality](results-quality.md#fp8-lm)."""
     )
 
 

@@ -34,7 +34,7 @@ def generation(nodes: dict, alone: dict) -> str:
     for run in (run for run in LABELS if run in two or run in one):
         ours, row = run in OF_THE_PLUGIN, [LABELS[run], "", ""]
         if run in two:
-            row[1] = f"{two[run]['token_ms']:.{0 if run == 'stock' else 1}f}" + ", see below" * (run == "plain")
+            row[1] = f"{two[run]['token_ms']:.{0 if run == 'stock' else 1}f}"
             row[2] = times(run, two["stock"], two[run], 1, True) if ours or run == "stock" else ""
         rows.append(row)
         rows[-1].append(f"{one[run]['token_ms']:.1f}" if run in one else "")
@@ -57,12 +57,9 @@ def generation_says(nodes: dict, alone: dict) -> str:
         return f"{min(row[key] for row in ours):.0f} to {max(row[key] for row in ours):.0f}"
 
     return paragraph(
-        f"""Entering takes {span("enter_ms")} ms, leaving {span("leave_ms")}. The plain model was the first run in its
-        processes on two nodes, and {by_run(nodes)["plain"]["token_ms"]:.1f} ms says more about that than about the
-        model; on one GPU it is the faster of two rounds. A token of this model is bound by Python, not by the GPU
-        ({_kernels(alone, "plain")} ms of kernels, {_kernels(alone, "qlora-codes")} with `qlora`, `"codes"`): that is
-        why adapters beside their layers cost as much as all the rest by PEFT's own forward. `"codes"` had that on two
-        nodes; on one GPU an adapter is part of [its layer's kernel](generation.md)."""
+        f"""Entering takes {span("enter_ms")} ms, leaving {span("leave_ms")} ms. Python, not the GPU, bounds a token
+        ({_kernels(alone, "plain")} ms of kernels, {_kernels(alone, "qlora-codes")} with `qlora`, `"codes"`). The plain
+        model ran first in its processes on two nodes, which explains a part of its time there."""
     )
 
 

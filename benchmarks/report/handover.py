@@ -68,7 +68,7 @@ def handover_link(result: dict) -> str:
         background training waits {1e3 * waits:.0f} ms, {100 * waits / whole["seconds"]:.1f} % of the time of all
         weights and {100 * waits / background["seconds"]:.0f} % of their own: as long as it takes to compare and
         encode."""
-    head = ["", "bits a weight", "MB across the link", "seconds until applied", "seconds that training waits"]
+    head = ["", "bits per weight", "MB over the link", "seconds until applied", "seconds that training waits"]
     return f"{table(head, rows)}\n\n{paragraph(said)}"
 
 

@@ -33,7 +33,7 @@ def lora_step(result: dict) -> str:
         rows.append([label, f"{row['step_ms']:.0f}", bold(factor) if times[run] == max(times.values()) else factor])
         rows[-1] += [f"{row['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{row['frozen_per_parameter']:.3f}"]
         rows[-1] += [f"{row['peak_bytes'] / GIB:.1f}"]
-    head = ["", "ms per step", "x stock", "MB a node sends", "bytes per frozen weight at rest", "peak of a rank, GiB"]
+    head = ["", "ms per step", "x stock", "MB a node sends", "stored bytes per frozen weight", "peak of a rank, GiB"]
     return table(head, rows)
 
 
@@ -41,9 +41,8 @@ def lora_step_says(result: dict) -> str:
     """Return what the store is for, if not for bytes between nodes."""
     rest = {run: f"{row['rest_bytes'] / GIB:.1f} GiB" for run, row in by_run(result).items()}
     return paragraph(
-        f"""Copies of frozen weights stay valid from step to step, so that only gradients and adapters travel; in that,
-        `zeropp` without a store is as good, with {rest["zeropp-lora"]} at rest on each rank instead of
-        {rest["nf4-dq"]}."""
+        f"""Copies of frozen weights stay valid between steps, so only gradients and adapters are sent. `zeropp` stores
+        {rest["zeropp-lora"]} on each rank, `qlora` {rest["nf4-dq"]}."""
     )
 
 
@@ -67,16 +66,11 @@ def lora_memory_says(alone: dict, before: dict, after: dict) -> str:
     def gib(row: dict, key: str) -> str:
         return f"{row[key] / GIB:.1f}"
 
-    def above_rest(row: dict) -> str:
-        return f"{(row['peak_bytes'] - row['rest_bytes']) / GIB:.1f}"
-
     return paragraph(
-        f"""The difference of {(found["nf4-dq"]["peak_bytes"] - found["bnb"]["peak_bytes"]) / GIB:.2f} GiB to
-        bitsandbytes is ZeRO-3's: bf16 copies of the adapters and a buffer for their gradients. On two H200 of one node
-        `qlora` has {gib(qlora, "rest_bytes")} GiB at rest and a peak of {gib(qlora, "peak_bytes")} on each, stock
-        {gib(stock, "rest_bytes")} and {gib(stock, "peak_bytes")} (`benchmarks.lora_memory --ranks 2`; the
-        {above_rest(qlora)} and {above_rest(stock)} GiB between them are for the most part the gathered `lm_head` and
-        the logits of {after["settings"]["model"]["vocabulary"]:,} tokens)."""
+        f"""bf16 copies of the adapters and a buffer for their gradients are the
+        {(found["nf4-dq"]["peak_bytes"] - found["bnb"]["peak_bytes"]) / GIB:.2f} GiB above bitsandbytes. On two H200 of
+        one node (`--ranks 2`) `qlora` stores {gib(qlora, "rest_bytes")} GiB per GPU, with a peak of
+        {gib(qlora, "peak_bytes")}; stock {gib(stock, "rest_bytes")} and {gib(stock, "peak_bytes")}."""
     )
 
 
@@ -101,12 +95,11 @@ def lora_limits_says(small: dict, whole: dict) -> str:
     assert qlora["not_fitting"] < bnb["not_fitting"] == stock["not_fitting"]
     speeds = [f"{row['tokens_per_s']:,.0f}" for row in (few["nf4-dq"], few["bnb"], qlora, bnb, stock)]
     return paragraph(
-        f"""The largest batch ({code_of("lora_limits")}): with {small["settings"]["gib"]:.0f} GiB `qlora` fits
-        {batch} x {tokens} tokens, at {speeds[0]} tokens/s, bitsandbytes the same at {speeds[1]}, and stock does not;
-        with all {whole["hardware"]["gpu_gib"]} GiB all three fit {qlora["micro_batch"]} x {tokens} and not
-        {bnb["not_fitting"]} x {tokens}, at {speeds[2]}, {speeds[3]} and {speeds[4]} tokens/s: there logits are what
-        fills the GPU. Of what lies between, the run, which was cut short, says that {qlora["not_fitting"]} x {tokens}
-        do not fit with `qlora`."""
+        f"""With {small["settings"]["gib"]:.0f} GiB `qlora` fits a batch of {batch} x {tokens} tokens
+        ({speeds[0]} tokens/s), bitsandbytes the same ({speeds[1]}), and stock does not fit. With
+        {whole["hardware"]["gpu_gib"]} GiB all three fit {qlora["micro_batch"]} x {tokens} and not
+        {bnb["not_fitting"]} x {tokens} ({speeds[2]}, {speeds[3]} and {speeds[4]} tokens/s;
+        {code_of("lora_limits")})."""
     )
 
 
@@ -116,9 +109,9 @@ def lora_quality_of(result: dict) -> str:
     spread = {f"{run['seed_spread_percent']:.1f} %" for run in runs}
     (parameters,), (seeds,) = {row["parameters"] for row in result["rows"]}, {len(run["seeds"]) for run in runs}
     return paragraph(
-        f"""Held-out loss after LoRA fine-tuning of an {parameters / 1e6:.0f} M Llama that was pre-trained on one half
-        of the standard library and goes on with the other (`benchmarks.lora_quality`, {seeds} seeds, which differ by
-        {" to ".join(sorted(spread))}; curves in `benchmarks/results/lora_quality/h200-1-local.png`):"""
+        f"""LoRA on an {parameters / 1e6:.0f} M Llama that was trained on one half of the Python standard library and is
+        fine-tuned on the other half (`python -m benchmarks.lora_quality`, one H200, {seeds} seeds, which differ by
+        {" to ".join(sorted(spread))}):"""
     )
 
 
@@ -147,10 +140,10 @@ def decode_of(decoding: dict, product: dict) -> str:
     """Return what was measured for the table of decoding."""
     (parameters,) = {row["parameters"] for row in decoding["rows"]}
     return paragraph(
-        f"""Decoding the {parameters / 1e6:.0f} M weights of a block to bf16 on one H200, as a share of what a copy
-        moves ({code_of("dequantize")}), and a product of one row with a weight of 4,096 x 14,336 that lies as codes,
-        beside torch's bf16 product, {products(product)["bf16"]["us"]:.1f} us (`benchmarks.quantized_linear`; INT4 and
-        INT8 there in blocks of 128):"""
+        f"""Decoding the {parameters / 1e6:.0f} M weights of a block to bf16 on one H200 ({code_of("dequantize")}), and
+        a product of one row with a weight of 4,096 x 14,336 in codes, against torch's bf16 product of
+        {products(product)["bf16"]["us"]:.1f} us (`python -m benchmarks.quantized_linear`; INT4 and INT8 there in blocks
+        of 128):"""
     )
 
 

@@ -36,10 +36,9 @@ def rlhf_step_says(full: dict, nvlink: dict) -> str:
     found, sent = by_run(nvlink), {row["run"]: row["training_tx_bytes_per_node"] for row in full["rows"]}
     qlora, stock = (found[run]["training_ms"] for run in ("qlora", "stock-lora"))
     return paragraph(
-        f"""With `qlora` and `zeropp` the network no longer shows: what is left is computing, decoding and Python
-        (`qlora` on four GPUs over NVLink: {qlora:.0f} ms, {stock / qlora:.1f} x stock's {stock:.0f}). `fp8-lm` sends a
-        byte per weight in each pass and a byte per gradient, {sent["fp8-lm"] / sent["zeropp"]:.1f} times `zeropp`'s
-        bytes; where the network is the limit, take `zeropp`."""
+        f"""With `qlora` and `zeropp` the network no longer bounds a step (`qlora` on four GPUs over NVLink: {qlora:.0f}
+        ms, stock {stock:.0f} ms, {stock / qlora:.1f} x). `fp8-lm` sends {sent["fp8-lm"] / sent["zeropp"]:.1f} times the
+        bytes of `zeropp`."""
     )
 
 
@@ -52,10 +51,10 @@ def rlhf_step_h100(result: dict) -> str:
         return f"{ours[key] / unit:,.{digits}f} instead of stock's {stock[key] / unit:,.{digits}f}"
 
     return paragraph(
-        f"""Two H100 as two nodes at {settings["gbit"]:.0f} Gbit/s, all weights: training takes `fp8-lm-zeropp`
-        {both("training_ms")} ms (layers as z3 leaf modules), {stock["training_ms"] / ours["training_ms"]:.1f} x as
-        fast, for which a node sends {both("training_tx_bytes_per_node", 1e6)} MB; experience takes
-        {both("experience_ms")} ms, and the peak is {both("peak_bytes", GIB, 1)} GiB."""
+        f"""Two H100 as two nodes at {settings["gbit"]:.0f} Gbit/s, all weights trained: with `fp8-lm-zeropp` training
+        takes {both("training_ms")} ms ({stock["training_ms"] / ours["training_ms"]:.1f} x), experience
+        {both("experience_ms")} ms; a node sends {both("training_tx_bytes_per_node", 1e6)} MB, and the peak is
+        {both("peak_bytes", GIB, 1)} GiB."""
     )
 
 
@@ -69,9 +68,9 @@ def rlhf_gives(*results: dict) -> str:
         for each, run, gpus in zip(ms, ("zeropp", "fp8-lm-zeropp"), ("H200", "H100"))
     ]
     return paragraph(
-        f"""Step times, memory, batches, and whether quantized models learn the same are in [Results](results.md). In
-        short: where {results[0]["settings"]["gbit"]:.0f} Gbit/s are between two nodes of one GPU, a step of actor and
-        critic of 1.3 B parameters each, all weights trained, takes {", and ".join(parts)}."""
+        f"""Two nodes of one GPU at {results[0]["settings"]["gbit"]:.0f} Gbit/s: a step of actor and critic of 1.3 B
+        parameters each, all weights trained, takes {", and ".join(parts)}. Speed and memory are in
+        [Results](results-features.md#rlhf), what is learned in [Quality](results-quality.md#rlhf)."""
     )
 
 
@@ -92,7 +91,7 @@ def rlhf_memory(result: dict) -> str:
         states = f"{gib['states']:.{digits}f} ({compared[run]['states_per_trained_parameter']:.0f})"
         rows.append([label, weights, bold(states) if run == "fp8-lm" else states, f"{gib['all']:.{digits}f}"])
         rows[-1] += [f"{row['peak_bytes'] / GIB:.1f}", f"{row['training_ms']:.0f}"]
-    head = ["", "weights of all four", "states (bytes per trained parameter)", "all at rest", "peak of a step"]
+    head = ["", "weights of all four", "states (bytes per trained parameter)", "all stored", "peak of a step"]
     return table([*head, "training, ms"], rows)
 
 
@@ -117,9 +116,9 @@ def rlhf_limits_says(result: dict) -> str:
     last = max(speed)
     few, many = (speed[batch] / speed[batch // 2] for batch in (last // 2, last))
     return paragraph(
-        f"""With few sequences Python bounds an iteration, so that twice the sequences are nearly twice the tokens
-        (`qlora` with {result["settings"]["gib"]:.0f} GiB, {last // 2} of them instead of {last // 4}: {few:.1f} x);
-        then the GPU is busy, and a larger batch gains little ({last} instead of {last // 2}: {many:.1f} x)."""
+        f"""Twice the sequences are {few:.1f} x the tokens/s with {last // 2} instead of {last // 4}, where Python
+        bounds an iteration, and {many:.1f} x with {last} instead of {last // 2}, where the GPU is busy (`qlora`,
+        {result["settings"]["gib"]:.0f} GiB)."""
     )
 
 
@@ -141,9 +140,8 @@ def rlhf_sft_says(stack: dict, memory: dict) -> str:
     delayed = next(row for row in stack["stack"] if (row["run"], row["mode"]) == ("delayed", "eager"))
     states = {run["run"]: f"{run['states_per_trained_parameter']:.0f}" for run in memory["comparison"]}
     return paragraph(
-        f"""FP8 compute alone gives transformers' Llama {delayed["times_bf16"]:.2f} x, fused norms and SwiGLU included
-        (see above); the recipe's optimizer besides reads and writes {states["fp8-lm"]} bytes per parameter instead of
-        {states["stock-full"]}."""
+        f"""FP8 compute alone gives {delayed["times_bf16"]:.2f} x; the recipe's optimizer also reads and writes
+        {states["fp8-lm"]} bytes per parameter instead of {states["stock-full"]}."""
     )
 
 
@@ -205,11 +203,10 @@ def rlhf_exact(result: dict) -> str:
     seeds = sorted({seed for _, seed in scores})
     assert all(scores["stock", seed] == scores["lossless-exact", seed] for seed in seeds)
     said = paragraph(
-        f"""With exact differences and the gradients of `lossless`, SFT, PPO and GRPO of the small model score what
-        stock ZeRO-3 does, digit for digit, with each of {len(seeds)} seeds ({result["settings"]["ranks"]} ranks of a
-        CPU as {result["settings"]["ranks"]} nodes, {result["settings"]["iterations"]} iterations). With
-        quantized gradients (`zeropp-exact`) the means are inside stock's intervals, which are wide with so few
-        seeds:"""
+        f"""With exact weight differences and the gradients of `lossless`, SFT, PPO and GRPO score the same as stock
+        ZeRO-3, digit for digit, with each of {len(seeds)} seeds ({result["settings"]["ranks"]} CPU ranks as
+        {result["settings"]["ranks"]} nodes, {result["settings"]["iterations"]} iterations). With quantized gradients
+        (`zeropp-exact`) the means are inside stock's intervals, which are wide with so few seeds:"""
     )
     return f"{said}\n\n{rlhf_quality(result)}"
 

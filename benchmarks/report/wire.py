@@ -6,7 +6,6 @@ import math
 import statistics
 
 from benchmarks.harness import seeds
-from benchmarks.harness.changes import CODES
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, ORDER, REFERENCES, groups_of
@@ -35,10 +34,13 @@ CASES = {"pretrain": "Pretraining", "sft": "Fine-tuning on docstrings"}
 
 
 def compared(*results: dict) -> str:
-    """A table for each group of runs that can be compared."""
+    """A table for each group of runs that can be compared, large models first; Muon has a page of its own."""
     if not results:
         return "No results are kept yet."
-    return "\n\n".join(_of_group(group) for group in groups_of(list(results)))
+    groups = groups_of([result for result in results if result["run"] not in MUON])
+    groups = [group for group in groups if len({row["run"] for row in group["rows"]}) > 1]
+    groups.sort(key=lambda group: -group["rows"][0]["parameters"])
+    return "\n\n".join(_of_group(group) for group in groups)
 
 
 def _of_group(group: dict) -> str:
@@ -80,8 +82,7 @@ def _of_group(group: dict) -> str:
     text = f"{paragraph(f'{head} ({commits}):')}\n\n{table(columns, rows)}"
     apart = {line["run"]: line["apart_by_seed"].values() for line in group["comparison"] if line["apart_by_seed"]}
     says = [
-        f"Of `{run}` seeds were run several times: nothing differs between such runs, and their losses do, by up "
-        f"to {', '.join(f'{percent:.2f}' for percent in percents)} %."
+        f"Repeated runs of one seed of `{run}` differ by up to {', '.join(f'{each:.2f}' for each in percents)} %."
         for run, percents in apart.items()
     ]
     return "\n\n".join([text, *map(paragraph, says)])
@@ -89,8 +90,8 @@ def _of_group(group: dict) -> str:
 
 def _rate(chosen: dict) -> str:
     least = chosen["least_rate"]
-    after = "which stays" if least == 1 else f"then along a cosine to {100 * least:g} % of it"
-    return f"learning rate {chosen['lr']:g}, {after}"
+    after = "constant" if least == 1 else f"cosine to {100 * least:g} %"
+    return f"learning rate {chosen['lr']:g} ({after})"
 
 
 def together(*results: dict) -> str:
@@ -109,9 +110,29 @@ def together(*results: dict) -> str:
     hardware = {row["hardware"]["gpu"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3") for row in rows}
     ranks = " and ".join(str(count) for count in sorted({row["settings"]["ranks"] for row in rows}))
     return paragraph(
-        f"""All runs with 85 M parameters, {tokens / 1e6:.1f} M tokens and a learning rate of {LR:g} together, on {ranks}
-        {" and ".join(sorted(hardware))}, against the mean of {base["runs"]} runs of `{LOSSLESS}`, with the interval
-        that holds the difference of the means with 95 %: {", ".join(said)}. The target is {seeds.TARGET_PERCENT} %."""
+        f"""All runs with 85 M parameters, {tokens / 1e6:.1f} M tokens and a learning rate of {LR:g}, on {ranks}
+        {" and ".join(sorted(hardware))}: difference to the mean of {base["runs"]} runs of `{LOSSLESS}`, with its 95 %
+        interval: {", ".join(said)}. The target is {seeds.TARGET_PERCENT} %."""
+    )
+
+
+def checkpoints_say(*results: dict) -> str:
+    """How much the 16-bit weights of a checkpoint are above the reference of the same seed, where codes were INT4."""
+    found: dict[str, list[float]] = {}
+    for group in groups_of([result for result in results if result["settings"]["size"] == "100m"]):
+        lossless: dict[int, list[float]] = {}
+        for row in (row for row in group["rows"] if row["run"] == LOSSLESS):
+            lossless.setdefault(row["seed"], []).append(row["held_out_loss"])
+        for row in (row for row in group["rows"] if row["run"] == "zeropp-4bit"):
+            above = row["checkpoint_loss"] / statistics.fmean(lossless[row["seed"]]) - 1
+            found.setdefault(group["settings"]["case"], []).append(100 * above)
+    span = {
+        case: " to ".join(dict.fromkeys((f"{min(above):.1f}", f"{max(above):.1f}"))) for case, above in found.items()
+    }
+    return paragraph(
+        f"""With `zeropp-4bit` a checkpoint holds unrounded 16-bit weights, and the model has adapted to rounded ones:
+        with 85 M parameters the loss of a checkpoint is {span["pretrain"]} % above the reference after pretraining
+        and {span["sft"]} % after fine-tuning."""
     )
 
 
@@ -159,11 +180,10 @@ def weight_fidelity(result: dict) -> str:
     chosen, found, row = result["settings"], by_run(result), result["rows"][0]
     hardware = result["hardware"].get("gpu") or result["hardware"]["cpu"]
     head = f"""{row["parameters"] / 1e6:.1f} M parameters, {row["tokens"] / 1e6:.1f} M tokens of the Python standard
-        library's source in {chosen["steps"]} steps, {len(found["bf16"])} seeds, learning rate {chosen["lr"]:g}, then
-        along a cosine to {100 * chosen["least_rate"]:g} % of it, {hardware}. *Sent*: weights between nodes a step after
-        the first, of M, times (N-1)/N; *copy*: bytes a parameter that a node keeps; dB: signal-to-noise ratio of
-        matrices as the forward gets them, half-way and at the end, and at the end cast to FP8; *loss*: each seed's
-        held-out loss against that of `bf16` with the same seed, where single runs scatter by more than formats do:"""
+        library's source in {chosen["steps"]} steps, {len(found["bf16"])} seeds, learning rate {chosen["lr"]:g} with a
+        cosine to {100 * chosen["least_rate"]:g} %, {hardware}. *Sent*: weights between nodes per step after the first,
+        in M, times (N-1)/N. *Copy*: bytes per parameter that a node keeps. *dB*: signal-to-noise ratio of the matrices
+        that the forward pass uses. *Loss*: held-out loss of each seed against `bf16` with the same seed:"""
 
     def db(rows: list[dict], point: int, of: str = "db") -> str:
         value = decibels(rows, point, of)
@@ -202,16 +222,14 @@ def weight_fidelity_says(result: dict) -> str:
     copy = {name: f"{found[name][0]['kept_bytes_a_parameter']:.2f}" for name in ("bf16", "int8", "int4")}
     exact = [f"{difference_bits(rate) / 16:.2f} M at {rate:g}" for rate in (1e-5, 1e-4, 1e-3)]
     return paragraph(
-        f"""A choice that is made anew while training goes on sends between {sent(found["int4"]):.3f} M of weights a
-        step (always INT4) and {sent(found["int8"]):.3f} M (always INT8), and needs room for a copy of {copy["int8"]}
-        bytes per parameter as soon as it takes INT8. At the end INT8 gives {db["int8"]} dB and INT4 {db["int4"]}. Of
-        the {len(switched)} choices above, which change once, `{least}` sends least, {sent(found[least]):.3f} M. Exact
-        differences need room for a copy of {copy["bf16"]} bytes, lose nothing, and under AdamW send about
-        {", ".join(exact)}: up to 1e-4 less than INT4, and at 1e-3 hardly more than that choice. (Losses of runs this
-        small scatter by more than formats do, and decide nothing.) Where there is room for {copy["int4"]} bytes and not
-        for {copy["int8"]}, nothing can be chosen: that is INT4 throughout. Where there is room for no copy at all,
-        weights cross twice, and `weights.format` may be another one after each resume. So there is no "auto".
-        """
+        f"""A choice that changes during training sends between {sent(found["int4"]):.3f} M of weights per step (always
+        INT4) and {sent(found["int8"]):.3f} M (always INT8); the cheapest one above, `{least}`, sends
+        {sent(found[least]):.3f} M. It needs memory for a copy of {copy["int8"]} bytes per parameter as soon as it uses
+        INT8. At the end INT8 gives {db["int8"]} dB and INT4 {db["int4"]} dB. Exact differences lose nothing, need a
+        copy of {copy["bf16"]} bytes and send, under AdamW, about {", ".join(exact)}; up to 1e-4 they send
+        less than INT4. If only {copy["int4"]} bytes fit, INT4 is the only choice; without any copy, `weights.format`
+        may change at each resume. So there is no "auto". Losses of such small runs differ by more between seeds than
+        between formats, and decide nothing."""
     )
 
 
@@ -219,7 +237,7 @@ def weight_changes(*results: dict) -> str:
     """Bits of a weight's change in each code, the least and the most of steps after the first two, by run.
 
     Of larger models bf16 alone. A run that several results have is that of the first."""
-    codes = {"entropy": "entropy", "given_exponent": "given the exponent"} | {code: f"`{code}`" for code in CODES}
+    codes = {"entropy": "entropy"} | {code: f"`{code}`" for code in ("exact", "int8", "fp8")}
     rows, seen = [], set()
     for result in results:
         size = SIZES[result["settings"]["size"]]
@@ -231,7 +249,7 @@ def weight_changes(*results: dict) -> str:
                 rows.append([f"{size.parameters / 1e6:.2g} M", name, line["dtype"], f"{line['lr']:g}"])
                 rows[-1] += [f"{100 * least:.1f} to {100 * most:.1f}" for least, most in (line["changed"],)]
                 rows[-1] += [f"{least:.2f} to {most:.2f}" for least, most in (line[code] for code in codes)]
-    return table(["bits", "", "", "largest rate", "changed, %", *codes.values()], rows)
+    return table(["model", "run", "dtype", "largest rate", "changed, %", *codes.values()], rows)
 
 
 _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fidelity/cpu-1-local",)}
@@ -250,6 +268,7 @@ BLOCKS = {
     "muon_quality": Block(with_muon, OF_MUON, sourced=False),
     "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
+    "checkpoints_say": Block(checkpoints_say, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),
     "weight_fidelity_says": Block(weight_fidelity_says, **_FIDELITY),
 }

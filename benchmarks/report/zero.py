@@ -21,10 +21,10 @@ FOUR_GPUS = {
     "fsdp2": "FSDP2",
     "hsdp": LABELS["hsdp"],
     "lossless": "**`lossless`**",
-    "zeropp-exact": "**`zeropp-exact`**: only the changes of weights, without loss",
-    "zeropp-difference": "**`zeropp`**: the changes of 8-bit codes, 8- and 4-bit gradients",
+    "zeropp-exact": "**`zeropp-exact`**: only weight changes are sent, without loss",
+    "zeropp-difference": "**`zeropp`**: only changes of the 8-bit weight codes are sent",
     "zeropp": "`zeropp` with all codes in each step",
-    "zeropp-4bit": "**`zeropp-4bit`**: 4-bit weights too",
+    "zeropp-4bit": "**`zeropp-4bit`**: all 4-bit weight codes are sent",
     "fp8-lm-zeropp-difference": "**`fp8-lm-zeropp`**",
     "fp8-lm-zeropp": "`fp8-lm-zeropp` with all codes in each step",
     "fp8-lm": "**`fp8-lm`**",
@@ -104,55 +104,40 @@ def step_time(*results: dict) -> str:
 
 
 def step_time_says(*results: dict) -> str:
-    """Exact differences beside stock and the in-tree ZeRO++, and beside their goals; and FSDP2 over NVLink."""
+    """Exact differences beside stock and the in-tree ZeRO++, and beside their goals."""
     found = {key: row["step_ms"] for key, row in by_rate(*results).items()}
 
-    def times(peer: str, rate: float) -> str:
-        eager, compiled = (found[peer, rate] / found[f"zeropp-exact{mode}", rate] for mode in ("", "-compiled"))
-        return f"{eager:.1f} times ({compiled:.1f})"
+    def times(peer: str, rate: float, mode: str = "") -> str:
+        return f"{found[peer, rate] / found[f'zeropp-exact{mode}', rate]:.1f}"
+
+    def both(rate: float, mode: str = "") -> str:
+        return f"{times('stock-leaf', rate, mode)} and {times('in-tree-leaf', rate, mode)}"
 
     def outcome(peer: str, goal: float) -> str:
         return "met" if found[peer, 25.0] / found["zeropp-exact-compiled", 25.0] >= goal else "missed"
 
-    beside = " and ".join(
-        f"{found[f'zeropp{mode}', 'nvlink']:.0f} ms, FSDP2 {found[f'fsdp2{mode}', 'nvlink']:.0f}"
-        for mode in ("", "-compiled")
-    )
     return paragraph(
-        f"""At 25 Gbit/s `zeropp-exact` is {times("stock-leaf", 25.0)} as fast as stock ZeRO-3 and
-        {times("in-tree-leaf", 25.0)} as fast as the in-tree ZeRO++, at 10 Gbit/s {times("stock-leaf", 10.0)} and
-        {times("in-tree-leaf", 10.0)}; compiled in brackets. Compiled at 25 Gbit/s, its goal of 10 times stock is
-        {outcome("stock-leaf", 10)}, that of 3.3 times the in-tree ZeRO++ {outcome("in-tree-leaf", 3.3)}. Over NVLink
-        `zeropp` takes, eager and compiled, {beside}. FSDP2 between nodes was not measured: the run was cut short."""
+        f"""At 25 Gbit/s `zeropp-exact` is {times("stock-leaf", 25.0)} times as fast as stock ZeRO-3 and
+        {times("in-tree-leaf", 25.0)} times as fast as DeepSpeed's ZeRO++ (compiled: {both(25.0, "-compiled")} times),
+        at 10 Gbit/s {both(10.0)} times (compiled: {both(10.0, "-compiled")}). Goals at 25 Gbit/s, compiled: 10 times
+        stock is {outcome("stock-leaf", 10)}, 3.3 times ZeRO++ is {outcome("in-tree-leaf", 3.3)}."""
     )
 
 
 def at_a_large_rate(result: dict) -> str:
     """Differences of codes in pretraining."""
     found = by_rate(result)
-    ms = {run: [found[run, rate]["step_ms"] for rate in RATES[:2]] for run in {run for run, _ in found}}
-
-    def pair(run: str) -> str:
-        return "{:.0f} and {:.0f} ms".format(*ms[run])
-
-    return paragraph(
-        f"""At a learning rate of {result["lr"]:g}, after {result["warmup"]} steps from nothing, `zeropp` takes
-        {pair("zeropp-difference")} at 25 and 10 Gbit/s, `fp8-lm-zeropp` {pair("fp8-lm-zeropp-difference")},
-        `zeropp-4bit` {pair("zeropp-4bit")}."""
-    )
+    runs = {"zeropp-difference": "`zeropp`", "fp8-lm-zeropp-difference": "`fp8-lm-zeropp`"}
+    runs |= {"zeropp-4bit": "`zeropp-4bit`, all codes in each step"}
+    rows = [[label, *(f"{found[run, rate]['step_ms']:.0f}" for rate in RATES[:2])] for run, label in runs.items()]
+    return table([f"ms per step, learning rate {result['lr']:g}", "25 Gbit/s", "10 Gbit/s"], rows)
 
 
-def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
-    """Return what bounds the runs over NVLink."""
-    ms = {row["run"]: f"{row['step_ms']:.0f}" for row in larger["rows"]}
-    busy = {row["run"]: row["device"]["compute_stream_busy_ms"] for row in profile["rows"]}
-    return paragraph(
-        f"""On NVLink all of these wait for Python, not for the GPU (busy {min(busy.values()):.0f} to
-        {max(busy.values()):.0f} ms of a step), so those figures vary by 10 % and more with what else the host does;
-        stock pays Python for every parameter, this project for every block. With 4 x 2,048 tokens per GPU on NVLink:
-        stock {ms["stock"]} ms, with leaf modules {ms["stock-leaf"]}, `lossless` {ms["lossless"]}, `zeropp`
-        {ms["zeropp"]}, FSDP2 {ms["fsdp2"]}."""
-    )
+def nvlink_large(result: dict) -> str:
+    """Steps over NVLink with many tokens per GPU."""
+    labels = {"stock": "stock ZeRO-3", **FOUR_GPUS, "zeropp": LABELS["zeropp"]}
+    rows = [[labels[row["run"]].partition(":")[0], f"{row['step_ms']:.0f}"] for row in result["rows"]]
+    return table(["", f"ms per step, {result['micro_batch']} x {result['tokens']:,} tokens per GPU"], rows)
 
 
 def readme_demo(result: dict) -> str:
@@ -162,7 +147,8 @@ def readme_demo(result: dict) -> str:
 
 
 def readme_step_time(*results: dict) -> str:
-    """The step times that README.md shows, and where the others are."""
+    """The step times that README.md shows, those of another host that differ most, and where the others are."""
+    results, other = results[: len(HEADLINE)], by_rate(*results[len(HEADLINE) :])
     found = by_rate(*results)
     rows = []
     for run in IN_README:
@@ -170,10 +156,21 @@ def readme_step_time(*results: dict) -> str:
         rows.append([label, *(bold(cell) if cell and label.startswith("**") else cell for cell in cells)])
     (commit,) = {result["commit"] for result in results}
     source = paragraph(
-        f"""From `benchmarks/results/two_nodes/h200-4-*`, commit `{commit}`, all on one day and host.
-        [docs/results.md](docs/results.md) has the rest: bytes, memory, kernels, accuracy, FP8, LoRA, RLHF."""
+        f"""From `benchmarks/results/two_nodes/h200-4-*`, commit `{commit}`, all on one day and host. Hosts differ: on
+        another one, with older commits, DeepSpeed's ZeRO++ took {other["in-tree-leaf", 25.0]["step_ms"]:.0f} ms at 25
+        Gbit/s, and stock ZeRO-3 {other["stock-leaf", "nvlink"]["step_ms"]:.0f} ms in one node
+        ([Results](docs/results.md#step-time-between-nodes))."""
     )
     return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
+
+
+def step_time_elsewhere(*results: dict) -> str:
+    """Milliseconds per step of the same runs on another host; recipes sent all codes then."""
+    found = by_rate(*results)
+    runs = [run for run in ("stock", *FOUR_GPUS) if (run, 25.0) in found or (run, "nvlink") in found]
+    labels = {"stock": "stock ZeRO-3", **FOUR_GPUS}
+    rows = [[labels[run].partition(":")[0], *times_of(found, run)] for run in runs]
+    return table(["ms per step, another host", "25 Gbit/s", "10 Gbit/s", "one node, NVLink"], rows)
 
 
 def slower_link(at_25: dict, slower: dict) -> str:
@@ -183,8 +180,8 @@ def slower_link(at_25: dict, slower: dict) -> str:
     (inverse, low), (inverse_after, high) = next(pair for pair in pairwise(times) if pair[1][1] >= ms)
     rate = 1 / (inverse + (ms - low) / (high - low) * (inverse_after - inverse))
     return paragraph(
-        f"""A link of {rate:.1f} Gbit/s gives `zeropp` the step time that stock ZeRO-3 has at 25 Gbit/s (between those
-        measured at {1 / inverse:.0f} and {1 / inverse_after:.0f} Gbit/s)."""
+        f"""`zeropp` with all codes needs a link of {rate:.1f} Gbit/s for the step time that stock ZeRO-3 has at 25
+        Gbit/s (interpolated between {1 / inverse_after:.0f} and {1 / inverse:.0f} Gbit/s)."""
     )
 
 
@@ -226,9 +223,8 @@ def profile_says(result: dict) -> str:
     """How much Python a step is."""
     calls = {row["run"]: f"{round(row['host']['calls'], -3):,}" for row in result["rows"]}
     return paragraph(
-        f"""Where one step goes (`benchmarks.step_profile`, one node): stock makes {calls["stock"]} calls in Python,
-        `zeropp` {calls["zeropp"]}, FSDP2 {calls["fsdp2"]} (of the main thread: a profiler does not see what autograd's
-        own thread calls in backward)."""
+        f"""Stock ZeRO-3 makes {calls["stock"]} Python calls per step, `zeropp` {calls["zeropp"]}, FSDP2
+        {calls["fsdp2"]} (main thread only, 4 H200, an older commit)."""
     )
 
 
@@ -310,14 +306,11 @@ def kernels_say(result: dict, profile: dict) -> str:
     (naive_8, ours_8), (naive_4, ours_4) = ([error[name] for name in pair] for pair in names.values())
     (step,) = (row for row in profile["rows"] if row["run"] == "zeropp")
     return paragraph(
-        f"""Summing 8 ranks' INT8 into fp32 reaches {share["8 x int8 -> fp32"]}, summing and quantizing again for the
-        next hop {share["8 x int8 -> int4 hadamard"]}. The rotation needs data from other threads five times a value.
-        All these kernels together took {step["device"]["by_kind_ms"]["quantize kernels"]:.0f} of the
-        {step["step_ms"]:.0f} ms of a profiled `zeropp` step on NVLink. A quantization with one scale for the whole
-        tensor, written in plain torch, takes {slower[0]:.0f} (INT8) to {slower[1]:.0f} (INT4) times as long, and its
-        relative error on heavy-tailed data is {naive_8 / ours_8:.0f} and {naive_4 / ours_4:.0f} times as large
-        ({naive_8:.2f} against {ours_8:.3f}, {naive_4:.2f} against {ours_4:.2f};
-        {error["int4 block 128 hadamard"]:.2f} with the rotation)."""
+        f"""Summing the INT8 gradients of 8 ranks in fp32 reaches {share["8 x int8 -> fp32"]}, summing and quantizing
+        again {share["8 x int8 -> int4 hadamard"]}. All these kernels take
+        {step["device"]["by_kind_ms"]["quantize kernels"]:.0f} of the {step["step_ms"]:.0f} ms of a profiled `zeropp`
+        step on NVLink. One scale for the whole tensor, in plain torch, takes {slower[0]:.0f} (INT8) and {slower[1]:.0f}
+        (INT4) times as long, with {naive_8 / ours_8:.0f} and {naive_4 / ours_4:.0f} times the relative error."""
     )
 
 
@@ -337,12 +330,11 @@ def accuracy(lossless: dict, fp8_lm: dict, two_ranks: dict, *two_h100: dict) -> 
         [
             f"`lossless`, {steps} steps on {lossless['ranks']} H200, NCCL, deterministic algorithms",
             "bit for bit stock ZeRO-3: losses, gradient norms, 16-bit and fp32 weights; also with random delays in "
-            f"every layer, with accumulation and under `zero.Init` (`benchmarks.bit_parity`, {cases}). Without "
-            "deterministic algorithms two runs of stock differ too",
+            f"every layer, with accumulation and under `zero.Init` ({cases})",
         ],
         [
             "held-out loss, mean of 3 seeds, `zeropp` / `zeropp-4bit`",
-            "within 1 % / 2 % of stock (tests assert it; see below)",
+            "within 1 % / 2 % of stock (asserted by tests)",
         ],
         ["reduced gradient of 128 sequences, INT8 on both hops", "cosine 0.99998, norm 1.0001 of stock's"],
         [
@@ -364,13 +356,13 @@ def fidelity_says(result: dict) -> str:
     int8, int4, in_tree = "INT8 / INT8", "INT8 / INT4 hadamard", "in-tree qgZ"
     rows, columns = result["shape"]
     return paragraph(
-        f"""Random gradients of {rows:,} x {columns:,}, of three dtypes and sizes, reduced on 4 H200 as 2 nodes x 2 and
-        compared with the mean in float64 (`benchmarks.gradient_fidelity`): cosine {span(int8, "cosine", 5, every)} and
-        norm {span(int8, "norm_ratio", 4, every)} with INT8 on both hops, {span(int4, "cosine", 4, every)} and
-        {span(int4, "norm_ratio", 3, every)} with INT4 between nodes. DeepSpeed's own kernels of ZeRO++, INT4 on both
-        hops, give {span(in_tree, "cosine", 3, ("float16",))} and {span(in_tree, "norm_ratio", 2, ("float16",))} in fp16
-        (a sum over the ranks of a node), and in bf16, whose bits they read as fp16's,
-        {span(in_tree, "cosine", 2, ("bfloat16",))} and {span(in_tree, "norm_ratio", 0, ("bfloat16",))}."""
+        f"""Random gradients of {rows:,} x {columns:,} in fp32, bf16 and fp16, reduced on 4 H200 as 2 nodes x 2, against
+        the mean in float64 (`benchmarks.gradient_fidelity`): cosine {span(int8, "cosine", 5, every)} and norm
+        {span(int8, "norm_ratio", 4, every)} with INT8 on both hops, {span(int4, "cosine", 4, every)} and
+        {span(int4, "norm_ratio", 3, every)} with INT4 between nodes. DeepSpeed's ZeRO++ kernels (INT4 on both hops)
+        give {span(in_tree, "cosine", 3, ("float16",))} and {span(in_tree, "norm_ratio", 2, ("float16",))} in fp16, and
+        {span(in_tree, "cosine", 2, ("bfloat16",))} and {span(in_tree, "norm_ratio", 0, ("bfloat16",))} in bf16, whose
+        bits they read as fp16."""
     )
 
 
@@ -403,10 +395,10 @@ def added_in_node(result: dict) -> str:
 
     most = max(row["micro_batches"] for row in result["micro_batches"])
     return paragraph(
-        f"""Gradients of up to {most} micro-batches that add up inside the node are as near to the mean of their sum as
-        one gradient is to its mean. Cosines of one, of several that are reduced one by one, and of several that cross
-        between nodes once: {cosines("INT8 / INT4 hadamard", 4)} with INT8 inside and INT4 between nodes,
-        {cosines("INT8 / INT8", 5)} with INT8 on both hops."""
+        f"""Gradients of up to {most} micro-batches that are summed inside the node are as exact as single ones. Cosines
+        of one gradient, of several reduced one by one, and of several sent between nodes once:
+        {cosines("INT8 / INT4 hadamard", 4)} with INT8 inside and INT4 between nodes, {cosines("INT8 / INT8", 5)} with
+        INT8 on both hops."""
     )
 
 
@@ -415,24 +407,22 @@ def kernels_on_cpu_say(result: dict) -> str:
     us = {(row["operation"], row["format"]): row["us"] for row in result["rows"]}
     times = {name: us[name, "int8 block 256"] / us["copy", "bf16"] for name in ("quantize", "dequantize")}
     return paragraph(
-        f"""On a CPU the torch code works in pieces that fit the cache: for bf16, one thread and blocks of 256 a
-        dequantization from INT8 takes {times["dequantize"]:.1f} times, a quantization {times["quantize"]:.1f} times as
-        long as copying the tensor."""
+        f"""On a CPU (torch code, one thread, bf16, INT8 in blocks of 256) dequantizing takes
+        {times["dequantize"]:.1f} times and quantizing {times["quantize"]:.1f} times as long as copying the tensor."""
     )
 
 
 HEADLINE = tuple(f"two_nodes/h200-4-{case}" for case in ("25_10gbit", "25_10gbit-compiled", "nvlink-again"))
+ELSEWHERE = tuple(f"two_nodes/h200-4-{case}" for case in ("25gbit", "10_6_4gbit", "nvlink"))
 BLOCKS = {
     "demo": Block(demo, ("demo/cpu-4-gloo",)),
     "step_time": Block(step_time, HEADLINE, cut_short=HEADLINE[:1]),
     "step_time_says": Block(step_time_says, HEADLINE, cut_short=HEADLINE[:1], sourced=False),
     "at_a_large_rate": Block(at_a_large_rate, ("two_nodes/h200-4-25_10gbit-6e-4",)),
-    "readme_step_time": Block(readme_step_time, HEADLINE, cut_short=HEADLINE[:1], sourced=False),
+    "step_time_elsewhere": Block(step_time_elsewhere, ELSEWHERE),
+    "readme_step_time": Block(readme_step_time, (*HEADLINE, *ELSEWHERE), cut_short=HEADLINE[:1], sourced=False),
     "readme_demo": Block(readme_demo, ("demo/cpu-4-gloo",), sourced=False),
-    "nvlink_says": Block(
-        nvlink_says,
-        ("two_nodes/h200-4-nvlink", "two_nodes/h200-4-nvlink-4x2048", "step_profile/h200-4-nvlink"),
-    ),
+    "nvlink_large": Block(nvlink_large, ("two_nodes/h200-4-nvlink-4x2048",)),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
     "step_bytes": Block(step_bytes, ("two_nodes/h200-4-25gbit",)),
     "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),

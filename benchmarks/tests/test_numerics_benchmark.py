@@ -76,4 +76,4 @@ def test_on_two_ranks(tmp_path):
     assert "Cost of sampled numerics, Llama tiny, 2 rank(s) in 2 nodes on the links of one" in done.stdout
     several = result | {"hardware": {"gpu": "H100"}, "comparison": [line, line | {"run": "zeropp-exact"}]}
     said = numerics_cost_says(several)
-    assert said.count("On 2 H100 (2 nodes on the links of one), in `") == 2 and "in `zeropp-exact`" in said
+    assert said.count("| 2 H100 (2 nodes on the links of one) | `") == 2 and "| `zeropp-exact` |" in said

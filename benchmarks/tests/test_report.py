@@ -53,7 +53,7 @@ def test_a_block_that_nobody_makes():
 
 
 def test_a_block_that_stands_nowhere(documents):
-    page = documents / "docs/results.md"
+    page = documents / "docs/results-features.md"
     page.write_text(re.sub("<!-- block: optimizer -->.*?<!-- end -->", "", page.read_text(), flags=re.S))
     with pytest.raises(KeyError, match="no document has the block optimizer"):
         report.main([], documents)
@@ -85,7 +85,7 @@ def test_sources():
     made = Block(lambda *given: f"{len(given)} results", files).text()
     assert made == (
         "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink.json` (commit `adbabb8`),\n"
-        "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `a5a0d20`).\n"
+        "`benchmarks/results/two_nodes/h200-4-25gbit.json` (added in `a5a0d20`).\n"
     )
 
 

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 import zeropp_fp8
-from benchmarks.report import configuration
+from benchmarks.report import configuration, pictures
 from benchmarks.report.configuration import page
 from tests.places import ROOT
 from zeropp_fp8.__main__ import COMMANDS
@@ -364,14 +364,14 @@ def tables(text):
     return {name: [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[name]] for name in rows}
 
 
-SHOWN = tables(PAGES["docs/results.md"])
+RESULT_PAGES = "\n".join(text for name, text in PAGES.items() if name.startswith("docs/results"))
+SHOWN = tables(RESULT_PAGES)
 
 
 def test_every_table_of_results_is_made_of_its_files():
-    text = PAGES["docs/results.md"]
-    outside = re.sub(r"<!-- block: .*?<!-- end -->", "", text, flags=re.S)
+    outside = re.sub(r"<!-- block: .*?<!-- end -->", "", RESULT_PAGES, flags=re.S)
     assert not re.search(r"^\|", outside, flags=re.M)
-    assert text.count("<!-- block: ") == text.count("<!-- end -->") == len(SHOWN) > 25
+    assert RESULT_PAGES.count("<!-- block: ") == RESULT_PAGES.count("<!-- end -->") == len(SHOWN) > 25
 
 
 def numbers(cells):
@@ -427,7 +427,9 @@ def test_the_demo_shown_is_the_one_kept():
         for shown in (in_readme, numbers(row[1:])):
             assert shown == pytest.approx(kept, abs=6e-4), name
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
-    assert (ROOT / picture).parent == RESULTS / "demo" and (ROOT / picture).stat().st_size > 10_000
+    for kept, page_name in ((picture, "README.md"), ("benchmarks/results/demo/cpu-4-gloo.png", "docs/results.md")):
+        assert kept in PAGES[page_name] and (ROOT / kept).stat().st_size > 10_000
+    assert picture.removeprefix("benchmarks/results/").removesuffix(".png") in pictures.KEPT
 
 
 # -- messages
