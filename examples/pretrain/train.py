@@ -89,6 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=whole(0), default=0, help="and every so many steps; 0: only at the end")
     parser.add_argument("--resume", metavar="DIR", help="continue from the latest checkpoint there")
     parser.add_argument(
+        "--export", type=new_folder, metavar="DIR", help="write the model at the end, for from_pretrained"
+    )
+    parser.add_argument(
         "--loss-log", type=new_file, metavar="FILE", help="JSON lines: loss, learning rate and seconds of each step"
     )
     parser.add_argument(
@@ -292,6 +295,8 @@ def main() -> None:
             flush=True,
         )
     figures = train(arguments, engine, training, held_out, start, fixed)
+    if arguments.export:
+        zeropp_fp8.save_merged_16bit(engine, arguments.export)
     if dist.get_rank() == 0:
         print("; ".join(f"{name} {figures[name]:.4f}" for name in FIGURES if figures[name] is not None), flush=True)
         if arguments.summary:
