@@ -1,9 +1,11 @@
 """README.md and docs/ show what the repository holds: commands, JSON, Python, paths, links and figures."""
 
 import ast
+import configparser
 import importlib
 import importlib.util
 import json
+import pydoc
 import re
 import shlex
 from pathlib import Path
@@ -79,8 +81,20 @@ def test_the_site_has_every_page():
             yield from [value] if isinstance(value, str) else files(value)
 
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert sorted(files(config["nav"])) == sorted(path.name for path in ROOT.glob("docs/*"))
-    assert config["strict"] and "plugins" not in config
+    assert sorted(files(config["nav"])) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+    assert config["strict"]
+
+
+def test_plugins_of_the_site_are_installed():
+    """By the extra `docs`, and by the target that builds the site; `search` is a part of mkdocs."""
+    plugins = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    names = {"mkdocs", *(plugin if isinstance(plugin, str) else next(iter(plugin)) for plugin in plugins)} - {"search"}
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    extra = settings["options.extras_require"]["docs"].split()
+    assert {name.partition("[")[0] for name in extra} == names
+    (installed,) = re.findall(r"pip install --quiet -c constraints.txt (ruff .*)", (ROOT / "Makefile").read_text())
+    assert shlex.split(installed)[1:] == extra
 
 
 def test_the_first_page_leads_to_every_other():
@@ -243,6 +257,24 @@ def test_names_of_the_package_are_there(name):
             found = importlib.import_module(f"zeropp_fp8.{first}")
         for other in others:
             found = getattr(found, other, None) or importlib.import_module(f"zeropp_fp8.{dotted}")
+
+
+def shown_of_the_api():
+    """Each name that docs/api.md shows, with its dots."""
+    for dotted, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", PAGES["docs/api.md"], flags=re.M):
+        members = re.search(r"members: \[(.*)\]", options)
+        yield from (f"{dotted}.{name}" for name in members[1].split(", ")) if members else [dotted]
+
+
+def test_the_api_page_shows_what_is_public():
+    """All that modules for scripts export; each name is there and has a docstring."""
+    # This function's file has its name, and a reader of files finds that first.
+    shown = {name.replace("extra_state.extra_state", "extra_state") for name in shown_of_the_api()}
+    for dotted in shown:
+        assert pydoc.locate(dotted).__doc__, dotted
+    modules = ("zeropp_fp8", "zeropp_fp8.fsdp2", "zeropp_fp8.handover", "zeropp_fp8.receiving", "zeropp_fp8.compute")
+    exported = {f"{module}.{name}" for module in modules for name in importlib.import_module(module).__all__}
+    assert exported - {"zeropp_fp8.__version__"} <= shown
 
 
 # -- commands
