@@ -8,6 +8,7 @@ import json
 import pydoc
 import re
 import shlex
+import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,23 @@ def test_plugins_of_the_site_are_installed():
     assert {name.partition("[")[0] for name in extra} == names
     (installed,) = re.findall(r"pip install --quiet -c constraints.txt (ruff .*)", (ROOT / "Makefile").read_text())
     assert shlex.split(installed)[1:] == extra
+
+
+DRAWINGS = sorted(path.name for path in ROOT.glob("docs/*") if path.suffix != ".md")
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_every_drawing_is_shown_and_can_be_read(name):
+    """On a light page and on a dark one: it has a paper of its own, and each colour in both."""
+    text = (ROOT / "docs" / name).read_text()
+    drawing = xml.fromstring(text)
+    kinds = {element.tag.rpartition("}")[2] for element in drawing.iter()}
+    assert kinds >= {"title", "desc", "text"} and len(text) < 10_000
+    light, _, dark = text.partition("@media (prefers-color-scheme: dark)")
+    used = {word for element in drawing.iter() for word in element.get("class", "").split()}
+    filled = {name for name in used if re.search(rf"\.{name} {{[^}}]*: #", light)}
+    assert "paper" in filled and {name for name in filled if not re.search(rf"\.{name} {{[^}}]*: #", dark)} == set()
+    assert any(f"]({name})" in page for page in PAGES.values())
 
 
 def test_the_first_page_leads_to_every_other():
