@@ -297,7 +297,7 @@ def test_the_api_page_shows_what_is_public():
 
 # -- commands
 
-PROGRAMS = r"(?:make|pip|python|pytest|deepspeed|torchrun|accelerate)"
+PROGRAMS = r"(?:make|pip|python|pytest|deepspeed|torchrun|accelerate|zeropp-fp8)"
 
 
 def commands(text):
@@ -317,6 +317,8 @@ def test_every_command_is_one(command):
         own = {"ZEROPP_FP8_AUTOLOAD", "ZEROPP_FP8_RECIPE"}
         assert variable in own | {"DS_ACCELERATOR", "LOCAL_SIZE", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}
     program, *given = words
+    if program == "zeropp-fp8":
+        given = ["-m", "zeropp_fp8", *given]
     {"make": check_make, "pip": check_pip, "pytest": check_pytest}.get(program, check_script)(given)
 
 

@@ -119,6 +119,13 @@ def test_installed_and_removed(python):
     assert newest[1] == zeropp_fp8.__version__
 
 
+def test_the_console_script(python):
+    """It is on PATH with the wheel, and is the package's command."""
+    script = python.with_name("zeropp-fp8")
+    assert run(script, "--help") == run(python, "-m", "zeropp_fp8", "--help")
+    assert "no command" in run(script, "chekc", status=2)
+
+
 def test_the_sdist_with_its_dependencies(distributions, python, tmp_path):
     """The packages that are around satisfy them, or pip would look for others; it installs what the wheel does."""
     from_sdist = environment(tmp_path)
