@@ -6,6 +6,7 @@ What is around this repository (torch, DeepSpeed, ...) is read from the environm
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -124,6 +125,22 @@ def test_the_console_script(python):
     script = python.with_name("zeropp-fp8")
     assert run(script, "--help") == run(python, "-m", "zeropp_fp8", "--help")
     assert "no command" in run(script, "chekc", status=2)
+
+
+def test_the_sdist_holds_what_the_demo_needs(distributions, tmp_path):
+    """Targets, versions, scripts with all that they import, ds_configs, pages; and no test without its neighbours."""
+    shutil.unpack_archive(distributions[1], tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.rglob("test*")} == set()
+    assert "examples/pretrain/demo.py" in run("make", "--dry-run", "demo", cwd=folder)
+    for script in ("demo", "train"):
+        said = run(sys.executable, folder / f"examples/pretrain/{script}.py", "--help", PYTHONPATH=str(folder))
+        assert "usage: " in said
+    for needed in ("ds_configs/*.json", "examples/*/*.py", "docs/*"):
+        there = {path.relative_to(ROOT) for path in ROOT.glob(needed)}
+        assert there and there == {path.relative_to(folder) for path in folder.glob(needed)}
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (folder / "README.md").read_text())
+    assert (folder / picture).is_file()
 
 
 def test_the_sdist_with_its_dependencies(distributions, python, tmp_path):
