@@ -137,7 +137,7 @@ $(VENV)/.made: constraints.txt
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.made
-	$(BIN)/pip install --quiet -c constraints.txt ruff mkdocs
+	$(BIN)/pip install --quiet -c constraints.txt ruff mkdocs "mkdocstrings[python]"
 	@touch $@
 
 # torch by itself first, by its exact version: every later package is then content with the build that is there.

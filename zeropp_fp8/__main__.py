@@ -1,4 +1,4 @@
-"""The package's commands: `python -m zeropp_fp8 doctor | check | ...`, each with --help; and --version."""
+"""The package's commands: `zeropp-fp8 doctor | check | ...` (`python -m zeropp_fp8 ...`), each with --help."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_what_is_needed_is_what_setup_cfg_says(monkeypatch):
     assert {"python", "torch", "deepspeed", "triton", "peft"} <= set(from_file) and "0.18" in str(
         from_file["deepspeed"]
     )
-    monkeypatch.setattr(versions, "metadata", lambda name: {"Requires-Python": ">=3.10"})
+    monkeypatch.setattr(versions, "metadata", lambda name: {"Requires-Python": str(from_file["python"])})
     lines = [f"{name}{specifier}" for name, specifier in from_file.items() if name != "python"]
     monkeypatch.setattr(versions, "requires", lambda name: [*lines, "pytest; extra == 'test'"])
     assert ranges() == from_file

@@ -1,11 +1,14 @@
 """README.md and docs/ show what the repository holds: commands, JSON, Python, paths, links and figures."""
 
 import ast
+import configparser
 import importlib
 import importlib.util
 import json
+import pydoc
 import re
 import shlex
+import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
@@ -79,8 +82,37 @@ def test_the_site_has_every_page():
             yield from [value] if isinstance(value, str) else files(value)
 
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert sorted(files(config["nav"])) == sorted(path.name for path in ROOT.glob("docs/*"))
-    assert config["strict"] and "plugins" not in config
+    assert sorted(files(config["nav"])) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+    assert config["strict"]
+
+
+def test_plugins_of_the_site_are_installed():
+    """By the extra `docs`, and by the target that builds the site; `search` is a part of mkdocs."""
+    plugins = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    names = {"mkdocs", *(plugin if isinstance(plugin, str) else next(iter(plugin)) for plugin in plugins)} - {"search"}
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    extra = settings["options.extras_require"]["docs"].split()
+    assert {name.partition("[")[0] for name in extra} == names
+    (installed,) = re.findall(r"pip install --quiet -c constraints.txt (ruff .*)", (ROOT / "Makefile").read_text())
+    assert shlex.split(installed)[1:] == extra
+
+
+DRAWINGS = sorted(path.name for path in ROOT.glob("docs/*") if path.suffix != ".md")
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_every_drawing_is_shown_and_can_be_read(name):
+    """On a light page and on a dark one: it has a paper of its own, and each colour in both."""
+    text = (ROOT / "docs" / name).read_text()
+    drawing = xml.fromstring(text)
+    kinds = {element.tag.rpartition("}")[2] for element in drawing.iter()}
+    assert kinds >= {"title", "desc", "text"} and len(text) < 10_000
+    light, _, dark = text.partition("@media (prefers-color-scheme: dark)")
+    used = {word for element in drawing.iter() for word in element.get("class", "").split()}
+    filled = {name for name in used if re.search(rf"\.{name} {{[^}}]*: #", light)}
+    assert "paper" in filled and {name for name in filled if not re.search(rf"\.{name} {{[^}}]*: #", dark)} == set()
+    assert any(f"]({name})" in page for page in PAGES.values())
 
 
 def test_the_first_page_leads_to_every_other():
@@ -245,9 +277,27 @@ def test_names_of_the_package_are_there(name):
             found = getattr(found, other, None) or importlib.import_module(f"zeropp_fp8.{dotted}")
 
 
+def shown_of_the_api():
+    """Each name that docs/api.md shows, with its dots."""
+    for dotted, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", PAGES["docs/api.md"], flags=re.M):
+        members = re.search(r"members: \[(.*)\]", options)
+        yield from (f"{dotted}.{name}" for name in members[1].split(", ")) if members else [dotted]
+
+
+def test_the_api_page_shows_what_is_public():
+    """All that modules for scripts export; each name is there and has a docstring."""
+    # This function's file has its name, and a reader of files finds that first.
+    shown = {name.replace("extra_state.extra_state", "extra_state") for name in shown_of_the_api()}
+    for dotted in shown:
+        assert pydoc.locate(dotted).__doc__, dotted
+    modules = ("zeropp_fp8", "zeropp_fp8.fsdp2", "zeropp_fp8.handover", "zeropp_fp8.receiving", "zeropp_fp8.compute")
+    exported = {f"{module}.{name}" for module in modules for name in importlib.import_module(module).__all__}
+    assert exported - {"zeropp_fp8.__version__"} <= shown
+
+
 # -- commands
 
-PROGRAMS = r"(?:make|pip|python|pytest|deepspeed|torchrun|accelerate)"
+PROGRAMS = r"(?:make|pip|python|pytest|deepspeed|torchrun|accelerate|zeropp-fp8)"
 
 
 def commands(text):
@@ -267,6 +317,8 @@ def test_every_command_is_one(command):
         own = {"ZEROPP_FP8_AUTOLOAD", "ZEROPP_FP8_RECIPE"}
         assert variable in own | {"DS_ACCELERATOR", "LOCAL_SIZE", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}
     program, *given = words
+    if program == "zeropp-fp8":
+        given = ["-m", "zeropp_fp8", *given]
     {"make": check_make, "pip": check_pip, "pytest": check_pytest}.get(program, check_script)(given)
 
 
