@@ -437,7 +437,13 @@ def main() -> None:
     }
     figures, picture = (out / name for name in SUMMARY)
     figures.write_text(json.dumps(summary, indent=2) + "\n")
-    draw(summary, arguments.metric, picture)
+    model = arguments.model or "a small Llama from random weights"
+    draw(
+        summary,
+        arguments.metric,
+        picture,
+        f"{model}, recipe {arguments.recipe}, {ranks} ranks as {arguments.nodes} node(s)",
+    )
     print("\n" + "\n".join(lines(summary, arguments.metric)))
     print(f"Written: {figures}, {picture}")
 

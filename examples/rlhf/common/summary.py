@@ -60,7 +60,7 @@ def latest(log: Sequence[dict]) -> dict:
 
 def curves_in(log: Sequence[dict], metric: str) -> dict[str, list[list[float]]]:
     """[step, value] of each name of `panels_of` that a log has."""
-    names = [name for _, curves in panels_of(metric) for name, _ in curves]
+    names = [name for *_, curves in panels_of(metric) for name, _ in curves]
     curves = {name: [[row["step"], row[name]] for row in log if name in row] for name in names}
     return {name: points for name, points in curves.items() if points}
 
@@ -105,24 +105,29 @@ def lines(summary: dict, metric: str) -> list[str]:
 # --- the picture -------------------------------------------------------------------------------------------------
 
 
-def draw(summary: dict, metric: str, path: Path) -> None:
-    """The curves of the last stage, the rates of all policies, and those of the first and the last one by kind."""
+def draw(summary: dict, metric: str, path: Path, setting: str) -> None:
+    """The curves of the last stage, the rates of all policies, and those of the first and the last one by kind.
+
+    `setting`: the model, the recipe and the ranks, for the title.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     stage, known = list(summary["curves"].items())[-1]
-    panels = [(title, curves) for title, curves in panels_of(metric) if any(name in known for name, _ in curves)]
+    panels = [panel for panel in panels_of(metric) if any(name in known for name, _ in panel[-1])]
     columns = max(3, -(-(len(panels) + 2) // 2))
     figure = plt.figure(figsize=(4.3 * columns, 7.2), layout="constrained")
     grid = figure.add_gridspec(2, columns)
-    for number, (title, curves) in enumerate(panels):
-        axes = figure.add_subplot(grid[divmod(number, columns)])
+    for number, (title, unit, curves) in enumerate(panels):
+        axes, factor = figure.add_subplot(grid[divmod(number, columns)]), 100 if unit.startswith("%") else 1
         for name, label in curves:
             if name in known:
-                axes.plot(*zip(*known[name]), **style_of(name), label=label)
-        axes.set(title=f"{stage}: {title}", xlabel="iteration" if stage in ("ppo", "grpo") else "step")
+                steps, values = zip(*known[name])
+                axes.plot(steps, [factor * value for value in values], **style_of(name), label=label)
+        xlabel = "iteration" if stage in ("ppo", "grpo") else "step"
+        axes.set(title=f"{stage}: {title}", xlabel=xlabel, ylabel=unit)
         if len(axes.lines) > 1:
             axes.legend(frameon=False, fontsize=8)
     policies = rates_in(summary)
@@ -133,22 +138,23 @@ def draw(summary: dict, metric: str, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
-    figure.suptitle(lines(summary, metric)[-1], fontsize=11, color="#444444")
+    figure.suptitle(f"{setting}\n{lines(summary, metric)[-1]}", fontsize=11, color="#444444")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def panels_of(metric: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(title, [(name in the log, label)]) of what may be drawn."""
+def panels_of(metric: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(title, unit of its axis, [(name in the log, label)]) of what may be drawn."""
     return [
-        ("score", [("reward", "score"), ("reward_reward_model", "reward model")]),
-        (metric, [(f"reward_{metric}", "samples"), (f"eval_{metric}", "held out, greedy")]),
-        ("KL to the reference, nats a response", [("kl", "KL")]),
-        ("entropy, nats a token", [("entropy", "entropy")]),
-        ("value loss", [("value_loss", "value loss")]),
-        ("SFT loss", [("sft_loss", "training"), ("eval_sft_loss", "held out")]),
-        ("DPO loss", [("dpo_loss", "training"), ("eval_dpo_loss", "held out")]),
-        ("accuracy on preferences", [("accuracy", "training"), ("eval_accuracy", "held out")]),
+        ("score, the weighted sum of rewards", "points per response", [("reward", "score")]),
+        ("reward model, before its weight", "points per response", [("reward_reward_model", "reward model")]),
+        (metric, "% of responses", [(f"reward_{metric}", "samples"), (f"eval_{metric}", "held out, greedy")]),
+        ("KL to the reference", "nats per response", [("kl", "KL")]),
+        ("entropy", "nats per token", [("entropy", "entropy")]),
+        ("value loss", "points squared", [("value_loss", "value loss")]),
+        ("SFT loss", "nats per token", [("sft_loss", "training"), ("eval_sft_loss", "held out")]),
+        ("DPO loss", "nats per pair", [("dpo_loss", "training"), ("eval_dpo_loss", "held out")]),
+        ("accuracy on preferences", "% of pairs", [("accuracy", "training"), ("eval_accuracy", "held out")]),
     ]
 
 
@@ -166,7 +172,7 @@ def bars(axes, policies: dict, metric: str) -> None:
     drawn = axes.bar(names, heights, 0.6, yerr=list(zip(*ends)), capsize=6, color=colors)
     axes.bar_label(drawn, [f"{height:.1f} %" for height in heights], padding=3)
     count = next(iter(policies.values()))["n_eval"]
-    axes.set(title=f"{metric}, {count} held-out prompts, greedy", ylabel="%")
+    axes.set(title=f"{metric}, {count} held-out prompts, greedy", ylabel="% of prompts")
     axes.margins(y=0.15)
 
 
@@ -179,5 +185,5 @@ def bars_by_kind(axes, policies: dict) -> None:
         axes.barh([i + shift for i in range(len(kinds))], heights, 0.4, color=color, label=name)
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
     axes.invert_yaxis()
-    axes.set(title="by kind of task", xlabel="%")
+    axes.set(title="by kind of task", xlabel="% of prompts")
     axes.legend(frameon=False, fontsize=8)

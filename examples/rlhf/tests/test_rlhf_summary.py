@@ -248,20 +248,23 @@ def panels_in(figure):
 
 def test_picture(made, drawn, tmp_path):
     said = summary.summarize(made, POLICIES, "exact_match", STAGES)
-    summary.draw(said, "exact_match", tmp_path / "summary.png")
+    summary.draw(said, "exact_match", tmp_path / "summary.png", "some model, recipe zeropp")
     assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
     panels = panels_in(drawn[0])
     assert list(panels) == [
-        "ppo: score",
+        "ppo: score, the weighted sum of rewards",
         "ppo: exact_match",
-        "ppo: KL to the reference, nats a response",
+        "ppo: KL to the reference",
         "exact_match, 4 held-out prompts, greedy",
         "by kind of task",
     ]
     curves = {line.get_label(): line.get_xydata().tolist() for line in panels["ppo: exact_match"].lines}
-    assert curves == {"samples": [[1, 0.2], [2, 0.4]], "held out, greedy": [[0, 0.25], [2, 0.75]]}
-    assert panels["ppo: exact_match"].get_legend() is not None and panels["ppo: score"].get_legend() is None
-    assert panels["ppo: score"].get_xlabel() == "iteration"
+    assert curves == {"samples": [[1, 20], [2, 40]], "held out, greedy": [[0, 25], [2, 75]]}
+    score = panels["ppo: score, the weighted sum of rewards"]
+    assert panels["ppo: exact_match"].get_legend() is not None and score.get_legend() is None
+    assert (score.get_xlabel(), score.get_ylabel()) == ("iteration", "points per response")
+    units = [panels[f"ppo: {title}"].get_ylabel() for title in ("exact_match", "KL to the reference")]
+    assert units == ["% of responses", "nats per response"]
     bars = panels["exact_match, 4 held-out prompts, greedy"]
     assert [bar.get_height() for bar in bars.patches] == [25, 75]
     (low, high), _ = (segment[:, 1] for segment in bars.collections[0].get_segments())
@@ -269,15 +272,15 @@ def test_picture(made, drawn, tmp_path):
     by_kind = panels["by kind of task"]
     assert [bar.get_width() for bar in by_kind.patches] == [50, 0, 50, 100]
     assert [label.get_text() for label in by_kind.get_yticklabels()] == ["a", "b"]
-    assert drawn[0].get_suptitle().startswith("ppo - sft: +50.0 points")
+    assert drawn[0].get_suptitle().startswith("some model, recipe zeropp\nppo - sft: +50.0 points")
 
 
 def test_picture_of_a_run_that_ends_with_sft(made, drawn, tmp_path):
     """One policy, no kinds, and a log that has nothing else to show."""
     write(made / "evaluate" / "sft.jsonl", rows_of(1, 0, kinds=()))
     said = summary.summarize(made, ["sft"], "exact_match", ["sft"])
-    summary.draw(said, "exact_match", tmp_path / "one.png")
-    summary.draw(said | {"curves": {"sft": {}}}, "exact_match", tmp_path / "none.png")
+    summary.draw(said, "exact_match", tmp_path / "one.png", "")
+    summary.draw(said | {"curves": {"sft": {}}}, "exact_match", tmp_path / "none.png", "")
     assert list(panels_in(drawn[0])) == ["sft: SFT loss", "exact_match, 2 held-out prompts, greedy"]
     assert panels_in(drawn[0])["sft: SFT loss"].get_xlabel() == "step"
     assert list(panels_in(drawn[1])) == ["exact_match, 2 held-out prompts, greedy"]
