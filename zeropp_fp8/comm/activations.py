@@ -43,6 +43,7 @@ BLOCK_SIZE = 128
 SHORTEST_TOKEN, LONGEST_TOKEN = 64, 16384
 # A layout is small (tables of a few numbers), but sequences of varying length need ever new layouts.
 _MOST_LAYOUTS = 256
+_MOST_ROWS = 32768  # of a launch, whose grid CUDA bounds by 65,535
 
 
 class ActivationExchange:
@@ -187,8 +188,11 @@ class ActivationExchange:
             numel = tensor.numel() // size
             parts = [(tensor, numel, size, *self._layout(numel, block_size, tensor, size, backward))]
         elif tensor.dim() == 2 and block_size == tensor.shape[1]:  # a row per token: their number is ever new
-            rows, numel = tensor.shape
-            return _Shares([(tensor, numel, rows, *self._layout(numel, numel, tensor, rows, backward))], splits)
+            numel, several = tensor.shape[1], tensor.split(_MOST_ROWS)
+            parts = [
+                (part, numel, len(part), *self._layout(numel, numel, part, len(part), backward)) for part in several
+            ]
+            return _Shares(parts, splits)
         else:
             row_numel = tensor.numel() // max(1, tensor.shape[0])
             parts = [
@@ -210,7 +214,7 @@ class ActivationExchange:
 class _Shares:
     """A tensor cut into the shares of the ranks.
 
-    Equal shares are rows of one part. Unequal shares are a part each, or, with `splits`, so many rows of one part.
+    Equal shares are rows of one part. Unequal shares are a part each, or, with `splits`, so many rows of the parts.
     """
 
     def __init__(
@@ -221,7 +225,8 @@ class _Shares:
         if splits is None:
             shares = [(1, numel, layout.row_bytes) for _, numel, rows, layout, _ in parts for _ in range(rows)]
         else:
-            shares = [(count, numel, layout.row_bytes) for _, numel, _, layout, _ in parts for count in splits]
+            _, numel, _, layout, _ = parts[0]
+            shares = [(count, numel, layout.row_bytes) for count in splits]
         self.numel_per_rank = [count * numel for count, numel, _ in shares]
         self.bytes_per_rank = [count * row_bytes for count, _, row_bytes in shares]
 
