@@ -209,6 +209,11 @@ def fallen_back():
     return trained(spec, [step, on_engine(lambda e: fall_back(e.optimizer)), step, step], [], data=data).losses
 
 
+def refused(recipe, experts):
+    """The error of an engine."""
+    return attempt(lambda: of(recipe, experts).engine())
+
+
 def refusals(given):
     """Errors of sections, and of what a script asks of an engine."""
     found = {name: attempt(lambda how=how: of("zeropp", **how).engine()) for name, how in given.items()}

@@ -121,3 +121,11 @@ def test_refused():
         for key in REFUSED:
             assert f'which "zeropp_fp8.{key}" does not know; remove one of the two' in found[key], found[key]
         assert "AutoEP" in found["hand over"] and "synced_gpus=True" in found["generate"]
+
+
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
+def test_refused_where_nodes_share_experts_unevenly(recipe):
+    """Of ranks 0, 2 and 4, which have the same experts, two are in the first node of three ranks."""
+    for error in run_ranks(jobs.refused, world=6, ranks_per_node=3, recipe=recipe, experts=2):
+        assert '"expert_parallel.autoep_size" deals experts out so that nodes have different numbers' in error, error
+        assert "set it to a divisor, or a multiple, of the ranks per node" in error
