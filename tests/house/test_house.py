@@ -29,7 +29,7 @@ LINES = {
     "optim": 1185,
     "plan": 1808,
     "plugin": 1770,
-    "zero": 3038,
+    "zero": 3042,
     "zero/checkpoint": 380,
     "zero/export": 438,
     "zero/frozen": 1271,

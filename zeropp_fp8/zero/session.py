@@ -109,7 +109,8 @@ class Session:
         if conversion is not None:
             self.on_model.callback(conversion.restore)
         self.parts: list[StagePart] = []  # features of training, in the order in which a stage calls them
-        self._arrange(make_topology(group, ranks_per_node))
+        self.topology: Topology = make_topology(group, ranks_per_node)
+        self.secondary_ranks, self.gather_levels = _gathers(config, self.topology)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         # Ids of parameters whose "weights" and "gradients" are always sent in full; the model keeps them alive.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
@@ -117,13 +118,6 @@ class Session:
         self.own_numel: Callable[[Parameter], int] = self.placement.own_numel
         self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
         self.device = device or sharded.device()
-
-    def _arrange(self, topology: Topology) -> None:
-        """Set the hops of gathers."""
-        self.topology, sharing = topology, secondary_ranks(self.config, topology.ranks_per_node)
-        # If all ranks share one copy (one node, one rank), each would hold just the shard that it sends anyway.
-        self.secondary_ranks = None if sharing == topology.world_size else sharing
-        self.gather_levels = topology.gather_levels(self.secondary_ranks)
 
     def of(self, param: Parameter) -> Session:
         """The session of the ranks that share a parameter: this one, or one with another topology. Collective at first.
@@ -143,8 +137,10 @@ class Session:
                     '"expert_parallel.autoep_size" deals experts out so that nodes have different numbers of the ranks '
                     "that share one; set it to a divisor, or a multiple, of the ranks per node"
                 )
-            session = self._of_experts[group] = copy.copy(self)
-            session._arrange(make_topology(group, here[nodes[0]]))
+            topology, made = make_topology(group, here[nodes[0]]), copy.copy(self)
+            sharing, levels = _gathers(self.config, topology)
+            vars(made).update(topology=topology, secondary_ranks=sharing, gather_levels=levels)
+            self._of_experts[group] = made
         return self._of_experts[group]
 
     def leave_exact(self, model: nn.Module) -> None:
@@ -177,6 +173,14 @@ def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_gr
     for message in filter(None, refusals):
         raise ConfigError(message)
     return found
+
+
+def _gathers(config: PluginConfig, topology: Topology) -> tuple[int | None, tuple]:
+    """Return (ranks that share a copy, if there are copies; the hops of gathers)."""
+    sharing = secondary_ranks(config, topology.ranks_per_node)
+    # If all ranks share one copy (one node, one rank), each would hold just the shard that it sends anyway.
+    sharing = None if sharing == topology.world_size else sharing
+    return sharing, topology.gather_levels(sharing)
 
 
 def _quantized(section: WeightsConfig | GradientsConfig, name: str, hadamard: bool = False) -> WireFormat | None:
