@@ -1,5 +1,8 @@
 """Formats by name: what there is, what options each has, what it is for, and which kernels know it."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
 from conformance import DOUBLE
@@ -113,3 +116,15 @@ def test_which_formats_kernels_know():
             assert not kernels.decodes(make_format(name, block_size=block_size))
     shared = SharedScaleFormat("fp8_e4m3")
     assert kernels.supports(shared) and not kernels.decodes(shared)
+
+
+def test_kernels_know_no_element_but_their_own():
+    """A new format runs by torch code until a kernel knows it: others would take its codes for FP8."""
+    pytest.importorskip("triton")
+    from zeropp_fp8 import kernels
+
+    known = make_format("int8")
+    spec = dataclasses.replace(known.kernel_spec(), element="int6", bits=6)
+    with mock.patch.object(type(known), "kernel_spec", lambda self: spec):
+        assert not kernels.supports(known) and not kernels.decodes(known)
+    assert kernels.supports(known)

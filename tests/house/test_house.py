@@ -24,7 +24,7 @@ LINES = {
     "doctor": 1410,
     "formats": 2540,
     "fsdp2": 878,
-    "kernels": 5038,
+    "kernels": 5042,
     "numerics": 1158,
     "optim": 1185,
     "plan": 1808,

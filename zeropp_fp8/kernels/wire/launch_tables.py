@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.formats import MX_NAMES, WireFormat
 from zeropp_fp8.formats.base import KernelSpec
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
@@ -54,6 +54,8 @@ def native_float8(device: torch.device) -> bool:
 
 # Scales of weights that are encoded once and decoded in every step: there is no kernel that encodes or sums them.
 DECODED_ONLY = ("fp32", "double")
+# A format with another one has the torch code alone, on GPUs too.
+ELEMENTS = ("fp32", "bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", *MX_NAMES)
 
 
 def supports(wire_format: WireFormat) -> bool:
@@ -62,7 +64,7 @@ def supports(wire_format: WireFormat) -> bool:
     They do not with scales per tensor, blocks above 16,384 elements, NF4 and double-quantized scales.
     """
     spec = wire_format.kernel_spec()
-    return spec is not None and _has_usual_blocks(spec) and spec.scale not in DECODED_ONLY
+    return spec is not None and _is_known(spec) and spec.scale not in DECODED_ONLY
 
 
 def decodes(wire_format: WireFormat) -> bool:
@@ -71,10 +73,12 @@ def decodes(wire_format: WireFormat) -> bool:
     Codes with a shared scale are operands as they come, or sums (reduce.py).
     """
     spec = wire_format.kernel_spec()
-    return spec is not None and _has_usual_blocks(spec) and spec.scale != "shared"
+    return spec is not None and _is_known(spec) and spec.scale != "shared"
 
 
-def _has_usual_blocks(spec: KernelSpec) -> bool:
+def _is_known(spec: KernelSpec) -> bool:
+    if spec.element not in ELEMENTS:
+        return False
     return spec.scale in ("none", "shared") or (spec.block_size is not None and spec.block_size <= LARGEST_BLOCK)
 
 
