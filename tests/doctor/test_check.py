@@ -438,7 +438,7 @@ def test_keys_that_deepspeed_never_looks_at():
 
 
 def test_what_stock_would_do():
-    assert checked({}).stock == 'would run it, passing over "zeropp_fp8"'
+    assert checked({}).stock == 'would run it, and ignore "zeropp_fp8"'
     keys = checked(None, {"zero_quantized_weights": True, "zero_quantized_gradients": False})
     assert keys.config.weights.format == "int8"
     assert keys.stock == "would run it; zero_quantized_weights would be its own, for which it needs CUDA and nvcc"

@@ -334,7 +334,11 @@ def check_make(given):
 
 
 def check_pip(given):
-    assert given == ["install", "."]
+    """Of the package, with one of its extras."""
+    command, what = given
+    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+    extras = re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().split("[options.extras_require]")[1], flags=re.M)
+    assert command == "install" and extra and extra[1] in (None, *extras)
 
 
 def check_pytest(given):

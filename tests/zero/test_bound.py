@@ -36,7 +36,7 @@ def said(nodes=2, per_node=4, full=(), differs=False, section=None, **shares):
         ({}, "computing: no kind of link is busy for half of a step. FP8 products, or"),
         (
             {"behind": None},
-            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch a rank changes",
+            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch per rank changes",
         ),
         ({"behind": 0.01}, "Python: the GPU has waited for it (1.0 % of a step"),
         ({"within": 0.7, "behind": 0.01}, "links within nodes, busy 70 %"),
@@ -82,7 +82,7 @@ GRADIENTS, BOTH = ("between",), ("weights", "within", "between")
         # Links within nodes have the other hop's format.
         ({"within": 0.8, "full": ("within",)}, '"gradients.intra_format" is "none", so'),
         ({"nodes": 1, "per_node": 8, "between": 0.0, "within": 0.8, "full": BOTH}, 'or recipe "zeropp-pcie"'),
-        ({"full": BOTH}, 'FP8 products, or a smaller batch a GPU, change that. Besides, "weights.format" and'),
+        ({"full": BOTH}, 'FP8 products, or a smaller batch per GPU, change that. Besides, "weights.format" and'),
         ({"between": 0.9, "message_bytes": 2e4, "full": GRADIENTS}, "so 16 or 32 bits per number travel, as in stock"),
     ],
 )

@@ -147,7 +147,7 @@ def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | No
 def _stock(given: Mapping[str, Any]) -> str:
     """The numbers of DeepSpeed without the plugin."""
     keys = {key: value for key, value in in_tree_keys(given).items() if value != IN_TREE_KEYS[key]}
-    passes = f', passing over "{SECTION}"' if SECTION in given else ""
+    passes = f', and ignore "{SECTION}"' if SECTION in given else ""
     by_itself = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
     return f"would run it{passes}{by_itself}"
 

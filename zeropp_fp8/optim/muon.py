@@ -87,7 +87,7 @@ def _by_gram_matrix(x: Tensor, steps: int) -> Tensor:
 
 
 def product_dtype(device: torch.device, method: str) -> torch.dtype:
-    """The dtype of the iteration's products, as DeepSpeed has it: fp32 on a CPU."""
+    """The dtype of the iteration's products: DeepSpeed's on a GPU, fp32 on a CPU, where DeepSpeed may take fp16."""
     if device.type != "cuda":
         return torch.float32
     return torch.float16 if method == "gram" else torch.bfloat16

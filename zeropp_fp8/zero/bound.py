@@ -152,11 +152,11 @@ def explained(shares: StepShares, session: Session) -> str | None:
         why += f"{messages}), which runs ZeRO-3's hooks and launches kernels; {fewer_messages}"
         why += ', or "compile": "blocks"' if config.compile == "none" else ""
     else:
-        on, says = "computing", "FP8 products, or a smaller batch a GPU, change that"
+        on, says = "computing", "FP8 products, or a smaller batch per GPU, change that"
         if shares.behind is None:  # where FP8 is emulated
-            on, says = "computing, on the CPU", "A smaller batch a rank changes that"
+            on, says = "computing, on the CPU", "A smaller batch per rank changes that"
         elif config.computes_in_low_precision:
-            says = "Products are in low precision already; a smaller batch a GPU changes what bounds"
+            says = "Products are in low precision already; a smaller batch per GPU changes what bounds"
         why = f"{on}: no kind of link is busy for half of a step. {says}"
     where = f"in steps {FIRST + 1} to {FIRST + STEPS} of {1e3 * shares.seconds:.1f} ms "
     busy = f"links between nodes are busy {100 * shares.between:.0f} %"

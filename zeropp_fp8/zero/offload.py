@@ -24,7 +24,7 @@ from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.ownership import check_attachable
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.sliced import Sliced
+from zeropp_fp8.zero.gather.sliced import Sliced, SlicedExperts
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.gather.used_experts import InParts, Routing, class_of, places_of
@@ -188,9 +188,9 @@ def storages_of(route: Route) -> list[Storage]:
 
 
 def storages_of_experts(model: nn.Module, session: Session) -> list[Storage]:
-    """The storages of experts that are dealt out: one for all experts that the same ranks share."""
+    """The storage of experts that are dealt out, if there are some."""
     sessions = dict.fromkeys(session.of(param) for param in model.parameters())
-    return [Sliced(Route(each)) for each in sessions if each is not session]
+    return [SlicedExperts(Route(each)) for each in sessions if each is not session]
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):
@@ -220,7 +220,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if session.conversion is not None:
             session.parts.append(ComputeScaling(session))
         route = Route(session)
-        storages = [*storages_of(route), *storages_of_experts(module, session)]
+        storages = [*storages_of_experts(module, session), *storages_of(route)]
         apart = {place: functools.partial(class_of, experts) for place, experts in self._places.items()}
         units = build_units(module, self.blocks, granularity, storages, apart)
         self.gatherer = Gatherer(route, storages)

@@ -39,7 +39,7 @@ def test_shares_are_those_of_the_clock(found):
         ("links within nodes", "links within nodes, busy"),
         (
             "computing",
-            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch a rank changes that",
+            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch per rank changes that",
         ),
         ("nothing sent for long", "computing, on the CPU"),
     ],
@@ -56,7 +56,7 @@ def test_rank_0_says_once_why(case, says, found):
         ("nothing quantized", '"weights.format" and "gradients.inter_format" are "none", so 16 or 32 bits'),
         (
             "nothing quantized, by modules",
-            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch a rank changes that",
+            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch per rank changes that",
         ),
         ("weights only", '"gradients.inter_format" is "none", so 16 or 32 bits'),
     ],

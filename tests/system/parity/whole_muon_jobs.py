@@ -9,6 +9,7 @@ from unittest import mock
 import breadth_jobs
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from frozen_jobs import load_into
 from models import batches, full_fp32_weights, llama, section
@@ -124,9 +125,15 @@ def whole_weights(engine):
     return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
+def deepspeeds_in_fp32():
+    """Let DeepSpeed's iteration be eager and in fp32: it compiles for minutes, and takes fp16 of a CPU that has it."""
+    torch.compiler.set_stance("force_eager")
+    original_muon.ns_compute_dtype = lambda *method: torch.float32
+
+
 def beside_deepspeed(steps):
     """{stage 1, 2 of DeepSpeed, and owners, by recipe: (losses, weights at the end)}."""
-    torch.compiler.set_stance("force_eager")  # DeepSpeed compiles its iteration, for minutes
+    deepspeeds_in_fp32()
     found = {}
     for name, spec in {
         1: by_config(None, stage=1),
@@ -144,9 +151,7 @@ def in_one_process(data, clip):
     Args:
         data: of each step, the micro-batches of all ranks.
     """
-    torch.compiler.set_stance("force_eager")
-    from deepspeed.runtime.zero.muon.original_muon import muon_update
-
+    deepspeeds_in_fp32()
     model = MODEL()
     matrices = {n: p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n and "lm_head" not in n}
     others = [p for n, p in model.named_parameters() if n not in matrices]
@@ -159,7 +164,9 @@ def in_one_process(data, clip):
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         with torch.no_grad():
             for name, param in matrices.items():
-                param.mul_(1 - LR * DECAY).add_(muon_update(param.grad, momenta[name], MOMENTUM), alpha=-LR)
+                param.mul_(1 - LR * DECAY).add_(
+                    original_muon.muon_update(param.grad, momenta[name], MOMENTUM), alpha=-LR
+                )
         adam_optimizer.step()
         model.zero_grad()
     return {name: param.detach() for name, param in model.named_parameters()}

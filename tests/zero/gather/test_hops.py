@@ -115,7 +115,7 @@ def played(request, monkeypatch):
             monkeypatch.setattr(module, "mark", lambda device: streams.over[streams.current])
         for module in (lanes, hops_module, units_module):
             monkeypatch.setattr(module, "after", streams.after)
-        session = SimpleNamespace(ledger=WireLedger(2, request.param))
+        session = SimpleNamespace(ledger=WireLedger(2, request.param), topology=None)
         route = SimpleNamespace(session=session, device=torch.device("cuda"), world_size=2 * request.param)
         route.last = SimpleNamespace(size=request.param)
         gatherer = Gatherer(route, [])

@@ -236,7 +236,7 @@ class Sliced(Storage):
     unit_class = SlicedUnit
 
     def takes(self, param: Parameter) -> bool:
-        return self.route.session.of(param) is self.route.session
+        return True
 
     def attach(self, params: Sequence[Parameter]) -> None:
         super().attach(params)
@@ -251,3 +251,10 @@ class Sliced(Storage):
         for param, wire_format, payloads in zip(params, formats, rows):
             flat = wire_format.decode_rows(payloads, sharded.shard_numel(param), sharded.shard_dtype(param)).view(-1)
             sharded.set_full(param, flat[: sharded.numel(param)].view(sharded.shape(param)))
+
+
+class SlicedExperts(Sliced):
+    """Parameters of experts in slices of the ranks that have the same experts."""
+
+    def takes(self, param: Parameter) -> bool:
+        return sharded.experts_group(param) is not None
