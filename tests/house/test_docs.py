@@ -335,10 +335,9 @@ def check_make(given):
 
 def check_pip(given):
     """Of the package, with one of its extras."""
-    command, what = given
-    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", given[-1])
     extras = re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().split("[options.extras_require]")[1], flags=re.M)
-    assert command == "install" and extra and extra[1] in (None, *extras)
+    assert given[:-1] == ["install"] and extra and extra[1] in (None, *extras)
 
 
 def check_pytest(given):
