@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -178,6 +179,8 @@ def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_gr
 def _gathers(config: PluginConfig, topology: Topology) -> tuple[int | None, tuple]:
     """Return (ranks that share a copy, if there are copies; the hops of gathers)."""
     sharing = secondary_ranks(config, topology.ranks_per_node)
+    if sharing is not None:
+        sharing = math.gcd(sharing, topology.ranks_per_node)  # experts may be shared by fewer ranks of a node
     # If all ranks share one copy (one node, one rank), each would hold just the shard that it sends anyway.
     sharing = None if sharing == topology.world_size else sharing
     return sharing, topology.gather_levels(sharing)

@@ -50,6 +50,20 @@ def test_recipes_train_like_stock(ranks_per_node, experts):
                 assert (sent[kind]["inter"] > 0) == crosses, kind
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize(
+    "fields, config",
+    [({"secondary": {"scope": 2}}, {}), ({}, {"zero_optimization": {"offload_param": {"device": "cpu"}}})],
+    ids=["shared by 2", "offload_param"],
+)
+def test_copies_and_offload(experts, fields, config):
+    """Experts of one rank alone are neither sent nor rounded, wherever they are kept."""
+    options = {"chosen": ["zeropp"], "experts": experts, "fields": fields, "config": config}
+    for (stock, _), (losses, sent) in run_ranks(jobs.recipes, ranks_per_node=4, **options):
+        assert losses == pytest.approx(stock, rel=1e-2)
+        assert sent["weights_forward"]["intra"] > 0
+
+
 @pytest.mark.parametrize("recipe", ["zeropp", "zeropp-exact"])
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_differences_change_no_bit(recipe, experts):

@@ -53,6 +53,7 @@ class Route:
 
     def format_of(self, param: Parameter) -> WireFormat:
         """The wire format of a parameter's shard: matrices as configured, vectors and skipped modules in full."""
-        if self.session.formats.weights is not None and not self.session.sends_exactly("weights", param):
-            return self.session.formats.weights
+        quantized = self.session.formats.weights if self.world_size > 1 else None  # else nothing is sent
+        if quantized is not None and not self.session.sends_exactly("weights", param):
+            return quantized
         return UnquantizedFormat(sharded.wire_dtype(param))
