@@ -1,14 +1,7 @@
 """Experts on two of four ranks (AutoEP) over NCCL, as tests/system/parity/test_expert_parallel.py has them on gloo."""
 
-import json
-import tempfile
-from pathlib import Path
-
 import pytest
-import torch
-from hang_guard import HANG
-
-from benchmarks.harness.nodes import launch
+from on_ranks import results_of
 
 pytestmark = pytest.mark.gpu
 EQUAL = [
@@ -24,13 +17,7 @@ EQUAL = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The results of the script, by case; it runs once, on four ranks as two nodes."""
-    out = tmp_path_factory.mktemp("expert_parallel") / "result.json"
-    folders = ("tests", "tests/gpu", "tests/system/bytes", "tests/system/parity")
-    gpus = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store")
-        launch("expert_parallel_script", [str(out)], 2, store, HANG, namespaces=False, folders=folders, gpus=gpus)
-    return json.loads(out.read_text())
+    return results_of("expert_parallel_script", 4, tmp_path_factory.mktemp("expert_parallel"))
 
 
 @pytest.mark.parametrize("case, reference", EQUAL)

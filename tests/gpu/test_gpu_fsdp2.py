@@ -1,14 +1,7 @@
 """The collectives under fully_shard over NCCL: what tests/system/fsdp2 asserts over gloo, and streams that stop."""
 
-import json
-import tempfile
-from pathlib import Path
-
 import pytest
-import torch
-from hang_guard import HANG
-
-from benchmarks.harness.nodes import launch
+from on_ranks import results_of
 
 pytestmark = pytest.mark.gpu
 FAMILIES = ("", ", micro-batches", ", compiled", ", offloaded", ", copies")
@@ -35,23 +28,7 @@ EQUAL = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The results of the script, by case; it runs once, on two ranks."""
-    out = tmp_path_factory.mktemp("fsdp2") / "result.json"
-    folders = ("tests", "tests/gpu")
-    with tempfile.TemporaryDirectory() as folder:
-        launch(
-            "fsdp2_script",
-            [str(out)],
-            2,
-            Path(folder, "store"),
-            HANG,
-            namespaces=False,
-            folders=folders,
-            gpus=torch.cuda.device_count(),
-        )
-    found = json.loads(out.read_text())
-    for case, result in found.items():
-        print(case, result.get("error", ""))
-    return found
+    return results_of("fsdp2_script", 2, tmp_path_factory.mktemp("fsdp2"))
 
 
 @pytest.mark.parametrize("case, reference", EQUAL)

@@ -31,7 +31,7 @@ from zeropp_fp8.zero.stage_part import StagePart
 
 try:
     from deepspeed.module_inject import auto_ep_layer
-except ImportError:  # of DeepSpeed before 0.19.3, or without Triton
+except ImportError:  # DeepSpeed before 0.19.2 has no AutoEP, and it needs Triton
     auto_ep_layer = None
 
 
