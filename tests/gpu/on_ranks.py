@@ -16,7 +16,9 @@ FOLDERS = ("tests", "tests/gpu", "tests/system/bytes", "tests/system/parity")  #
 def results_of(script: str, ranks: int, folder: Path) -> dict[str, dict]:
     """Return what a script writes to the file that it is given, by case; its ranks are two nodes."""
     out, gpus = folder / "result.json", torch.cuda.device_count()
-    launch(script, [str(out)], ranks, folder / "store", HANG, namespaces=False, folders=FOLDERS, gpus=gpus)
+    env = {"DS_ACCELERATOR": "cuda"}  # the tests' own is the CPU
+    arguments = script, [str(out)], ranks, folder / "store", HANG
+    launch(*arguments, namespaces=False, environment=env, folders=FOLDERS, gpus=gpus)
     found = json.loads(out.read_text())
     for case, result in found.items():
         print(case, result.get("error", ""))
