@@ -112,7 +112,7 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             host.session.ledger.stock_would_send(input_tensor.numel())
             whole = torch.empty_like(input_tensor).split([world * numel for numel in numels])
             tensors = [tensor.view(world, -1) for tensor in whole]
-            torch._foreach_copy_(tensors, list(input_tensor.view(world, -1).split(numels, dim=1)))
+            torch.split_with_sizes_copy(input_tensor.view(world, -1), numels, dim=1, out=tensors)
             reduction, results = host.reduction(planned.names), output_tensor.split(numels)
             last = self._module._get_fsdp_state()._state_ctx.is_last_backward
             if any(member.sharded_param.grad is None for member in self._unit.trained):

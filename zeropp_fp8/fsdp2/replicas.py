@@ -71,7 +71,7 @@ class MeanOverReplicas:
         replicas, host = self._replicas, self._host
         plan, back, numels, names = self._planned(gradients)
         parts, sizes = list(gradients.split(numels)), plan.slice_numels
-        shares = [torch.empty(n, dtype=torch.float32, device=gradients.device) for n in sizes]
+        shares = torch.empty(sum(sizes), dtype=torch.float32, device=gradients.device).split(sizes)
         resources = replicas.rings, replicas.first, replicas.last, host.session.ledger, host.feedback
         for _ in plan.run(parts, shares, Reduction(*resources, [f"{name}, copies" for name in names])):
             pass
@@ -80,7 +80,8 @@ class MeanOverReplicas:
         row = torch.empty(1, back.row_bytes, dtype=torch.uint8, device=gradients.device)
         back.encode(shares, replicas.one_row, row)
         rows = gather_through(row.view(-1), [replicas.topology.between], host.session.ledger)
-        means = [torch.empty(len(rows) // back.row_bytes * n, dtype=torch.float32, device=row.device) for n in sizes]
+        whole = [len(rows) // back.row_bytes * n for n in sizes]
+        means = torch.empty(sum(whole), dtype=torch.float32, device=row.device).split(whole)
         back.decode(rows.view(-1, back.row_bytes), replicas.in_order, means)
         torch._foreach_copy_(parts, [mean[:n] for mean, n in zip(means, numels)])
 

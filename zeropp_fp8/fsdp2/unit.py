@@ -8,6 +8,7 @@ exchange them before torch asks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,7 @@ class FSDPUnit(SlicedUnit):
         if self.layout is not None and self._made_for == made_for:
             return
         self._made_for = made_for
+        self._by_dtype = {dtype: [n for each, n in made_for if each == dtype] for dtype in dtypes}
         formats = [self.wire_format_of(member) for member in self.members]
         self.layout = PayloadLayout(numels, formats, dtypes, self.route.device)
         self._regions = Regions([self.layout.row_bytes])
@@ -118,7 +120,7 @@ class FSDPUnit(SlicedUnit):
         device, dtypes = self.route.device, [dtype for dtype, _ in self._made_for]
         parts = [member._sharded_param_data for member in self.members]
         if any(part.dtype != dtype or part.device != device for part, dtype in zip(parts, dtypes)):
-            own = [torch.empty(part.shape, dtype=dtype, device=device) for part, dtype in zip(parts, dtypes)]
+            own = self._empty(1)
             torch._foreach_copy_(own, parts)
             parts = own
         row = torch.empty(1, self.layout.row_bytes, dtype=torch.uint8, device=device) if into is None else into
@@ -128,7 +130,14 @@ class FSDPUnit(SlicedUnit):
     def write(self, gathered: Tensor, into: Tensor) -> None:
         """Decode the last hop's result into `into`, the ranks' rows, as bytes where parameters have several dtypes."""
         route, world = self.route, self.route.world_size
-        values = [torch.empty(world * numel, dtype=dtype, device=into.device) for dtype, numel in self._made_for]
+        values = self._empty(world)
         self.layout.decode(self.codes_in(gathered), route.rank_order, values)
-        parts = [value.view(world, -1).view(into.dtype) for value in values]
-        torch._foreach_copy_(list(into.view(world, -1).split([part.shape[1] for part in parts], dim=1)), parts)
+        torch.cat([value.view(world, -1).view(into.dtype) for value in values], dim=1, out=into.view(world, -1))
+
+    def _empty(self, ranks: int) -> list[Tensor]:
+        """Memory for the parts of so many ranks, flat per parameter: one allocation per dtype, for 9 take 80 us."""
+        parts = {
+            dtype: iter(torch.empty(ranks * sum(of), dtype=dtype, device=self.route.device).split([ranks * n for n in of]))
+            for dtype, of in self._by_dtype.items()
+        }
+        return [next(parts[dtype]) for dtype, _ in self._made_for]
