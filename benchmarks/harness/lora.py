@@ -10,7 +10,8 @@ nf4-dq-rank     qlora, and every rank keeps all codes
 bnb             bitsandbytes' QLoRA without DeepSpeed, on one device: Linear4bit, NF4, double quantization
 
 The model is made under zero.Init, so that codes replace weights layer by layer. Adapters are on all linear layers of
-the blocks; embedding, lm_head and norms stay in 16 bits, with bnb too.
+the blocks (of mixtures on those of attention: 128 experts would have 1 B parameters of rank 16); embedding, lm_head and
+norms stay in 16 bits, with bnb too.
 """
 
 from __future__ import annotations
@@ -121,14 +122,15 @@ def other_bytes(model: nn.Module) -> int:
 
 
 def with_adapters(model: nn.Module, seed: int, autocast: bool = False, alpha: int = 2 * LORA_RANK) -> nn.Module:
-    """LoRA (PEFT) on all linear layers of the blocks; everything else is frozen.
+    """LoRA (PEFT) on all linear layers of the blocks, of mixtures on those of attention; everything else is frozen.
 
     `autocast`: adapters in fp32, as PEFT has them for who trains under autocast; else in the model's dtype.
     """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=LORA_RANK, lora_alpha=alpha, target_modules=list(LAYERS), task_type="CAUSAL_LM")
+    layers = ATTENTION if any(map(packed_experts, model.modules())) else LAYERS
+    config = LoraConfig(r=LORA_RANK, lora_alpha=alpha, target_modules=list(layers), task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=autocast)
 
 

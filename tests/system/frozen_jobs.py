@@ -118,7 +118,22 @@ def traffic(scope, name, world_steps=3):
             len({p.ds_tensor.untyped_storage().data_ptr() for p in unit.params}) == 1 for unit in units
         ),
         "units": len(units),
+        "rests in the copy": all(
+            p.ds_tensor.untyped_storage().data_ptr() == unit.secondary.untyped_storage().data_ptr()
+            for unit in units
+            for p in (unit.params if unit.keeps_secondary else ())
+        ),
+        "own again": _rests_apart(engine, stored),
     }
+
+
+def _rests_apart(engine, stored):
+    """Whether codes keep no more memory than they have, once their engine is gone."""
+    before = [p.ds_tensor.clone() for p in stored]
+    engine.destroy()
+    after = [p.ds_tensor for p in stored]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in after}
+    return sum(storages.values()) <= sum(t.nbytes for t in after) and all(map(torch.equal, before, after))
 
 
 def codes_of(model):

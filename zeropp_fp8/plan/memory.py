@@ -90,8 +90,9 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     at_rest = sum(part.numel * (part.code_bytes or BYTES_16BIT) for part in weights) / ranks
     copied, sharing = 0.0, method.copy_ranks(cluster)
     if sharing is not None:
-        sizes = (share * part.numel * (part.code_bytes or method.secondary_bytes) for part, share in method.copied(job))
-        copied = sum(sizes) / sharing
+        for part, share in method.copied(job):
+            size = share * part.numel * (part.code_bytes or method.secondary_bytes)
+            copied += size / sharing - (size / ranks if part.code_bytes else 0.0)  # stored codes rest in the copy
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
     stock, update = method.deepspeed and method.host_by_tensor, 0.0
     if stock:

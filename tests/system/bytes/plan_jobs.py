@@ -49,9 +49,11 @@ def _held(engine):
     states = [t for state in engine.optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     states = [t for t in states if t.dim()] + list(engine.optimizer.fp32_partitioned_groups_flat)
     secondary = [unit.secondary for unit in engine.optimizer.gatherer.units if unit.secondary is not None]
+    copies = {tensor.untyped_storage().data_ptr() for tensor in secondary}
+    rest_there = [p.ds_tensor.nbytes for p in params if p.ds_tensor.untyped_storage().data_ptr() in copies]
     return {
         "weights": sum(p.ds_tensor.nbytes for p in params),
-        "secondary": sum(tensor.nbytes for tensor in secondary),
+        "secondary": sum(tensor.nbytes for tensor in secondary) - sum(rest_there),
         "states": sum(tensor.nbytes for tensor in states),
         "parameters": sum(p.ds_numel for p in params),
     }

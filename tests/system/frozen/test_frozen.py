@@ -132,6 +132,7 @@ def test_codes_travel_once_where_copies_stay(scope):
         # int4, 16 elements per block, two bytes per scale: 0.625 bytes; padding of small tensors on top
         assert 0.625 <= 4 * log["at rest"] / log["numel"] < 0.66
         assert later[0] == later[1]
+        assert log["rests in the copy"] and log["own again"]
         if scope == "none":
             assert first == later[0] and log["held"] == 0
         else:

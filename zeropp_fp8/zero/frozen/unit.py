@@ -29,7 +29,10 @@ from zeropp_fp8.zero.gather.storage import Storage
 
 
 class StoredUnit(SlicedUnit):
-    """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
+    """A unit of stored parameters. Their codes rest in one buffer, `payload`.
+
+    Where the node keeps a copy, that is this rank's row of it: on two nodes a third of the codes' memory less.
+    """
 
     storage: Stored
     may_differ = False  # codes never change by a little
@@ -59,10 +62,24 @@ class StoredUnit(SlicedUnit):
             return False
         shards = [sharded.shard(param) for param in self.packed]
         payload = torch.cat(shards)
-        self.payload = payload.pin_memory() if shards[0].is_pinned() else payload
+        if self.keeps_secondary and self.route.reached > 1 and payload.device == self.route.device:
+            if self.secondary is None or self.secondary.numel() != self.held_bytes:
+                self.secondary = torch.empty(self.held_bytes, dtype=torch.uint8, device=payload.device)
+            self.payload = self.own_held_row(self.secondary).view(-1).copy_(payload)
+        else:
+            self.payload = payload.pin_memory() if shards[0].is_pinned() else payload
         for param, part in zip(self.packed, self.payload.split(self.layout.sizes)):
             sharded.move_shard(param, part)
         return True
+
+    def drop_copy(self) -> None:
+        copy = self.secondary
+        super().drop_copy()
+        self.payload = None
+        for param in self.params if copy is not None else ():
+            shard = sharded.shard(param)
+            if shard.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr():
+                sharded.move_shard(param, shard.clone())  # it must not keep the memory of the whole copy
 
     def at_rest(self) -> Tensor | None:
         return self.payload if self.route.reached == 1 and self.payload.device == self.route.device else None

@@ -138,7 +138,7 @@ class Ownership:
         self._gatherer.drop(self.all_units)
         for unit in self.all_units:
             unit.changed()
-            unit.secondary = None
+            unit.drop_copy()
         self._let_go(filter(self.has, mine), together=not failed)
         for param in mine if failed else ():
             self._rested[param].put(param)

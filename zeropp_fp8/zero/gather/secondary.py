@@ -88,7 +88,7 @@ class SecondaryShards:
         kept = units_that_fit(units, _largest_of_all(units, self.session), self.limit)
         for unit in units:
             unit.keeps_secondary = unit in kept
-            unit.secondary = None
+            unit.drop_copy()
 
 
 def _largest_of_all(units: Sequence[Unit], session: Session, *others: int) -> list[int]:

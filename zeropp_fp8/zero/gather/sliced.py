@@ -167,7 +167,8 @@ class SlicedUnit(Unit):
             route.gemm_weights.encode(param, out.view(-1))
         row = own[0]
         if self.payload is not None:
-            row.copy_(self.payload, non_blocking=True)
+            if row.data_ptr() != self.payload.data_ptr():  # frozen codes may rest there
+                row.copy_(self.payload, non_blocking=True)
             return
         self.own_payload(row)
         # A secondary shard has the payload anyway, and a GPU makes it again as fast as it reads it.

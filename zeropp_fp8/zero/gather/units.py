@@ -248,9 +248,13 @@ class Unit(ABC):
     def put_aside(self) -> None:
         """Another engine attaches the parameters: drop all that a gather can bring again."""
         self.difference.forget()
+        self.drop_copy()
+        self.payload = None
+
+    def drop_copy(self) -> None:
+        """Free the secondary shard."""
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
-        self.payload = None
 
 
 UnitClassOf = Callable[[Storage, Sequence[Parameter]], type[Unit]]
