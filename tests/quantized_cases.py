@@ -6,7 +6,7 @@ import torch
 from error_bounds import UNIT_ROUNDOFF
 
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels.linear.quantized_linear import Lora, QuantizedLinear, quantized_linear
+from zeropp_fp8.kernels.linear.quantized_linear import Lora, QuantizedLinear, QuantizedStack, quantized_linear
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
 CPU = torch.device("cpu")
@@ -117,6 +117,22 @@ def check_product(weight, x, bias=None, use_kernel=True, lora=None, layer=None):
     excess = ((got.cpu().double() - wanted).abs() / bound).max().item() if got.numel() else 0.0
     assert excess <= 1, (weight.wire_format, weight.dtype, weight.shape, x.shape, lora and lora.lora_B.shape, excess)
     return got
+
+
+def check_stack(fmt, matrices, outputs, slices, tokens, each, columns=384, dtype=torch.bfloat16, device=CPU):
+    """A stack's rows against the products with each matrix by itself."""
+    columns = fmt.block_size * max(1, columns // fmt.block_size)
+    weight = weight_of(normal(matrices * outputs, columns, dtype=dtype), fmt, slices, device=device)
+    generator = torch.Generator().manual_seed(3)
+    matrix_of = torch.randint(matrices, (tokens * each,), generator=generator)
+    x = normal(tokens, columns, dtype=dtype, seed=1)
+    got = QuantizedStack(weight, matrices)(x.to(device), matrix_of.to(device)).cpu().double()
+    values = on_cpu(weight).dequantize().double().view(matrices, outputs, columns)
+    rows = x.double().repeat_interleave(each, 0)
+    wanted = torch.einsum("rk,rnk->rn", rows, values[matrix_of])
+    sums = torch.einsum("rk,rnk->rn", rows.abs(), values[matrix_of].abs()) + wanted.abs()
+    bound = UNIT_ROUNDOFF[dtype] * wanted.abs() + 4 * columns**0.5 * 2.0**-24 * sums + 1e-30
+    assert got.shape == wanted.shape and ((got - wanted).abs() <= bound).all(), (fmt, matrices, outputs, slices, dtype)
 
 
 def check_lora_spoils(weight):

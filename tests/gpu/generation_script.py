@@ -20,17 +20,26 @@ def main():
     from peft import LoraConfig, get_peft_model
 
     import zeropp_fp8
-    from zeropp_fp8.kernels.linear.quantized_linear import QuantizedLinear
+    from zeropp_fp8.kernels.linear.quantized_linear import QuantizedLinear, QuantizedStack
 
     zeropp_fp8.enable()
     deepspeed.init_distributed()
     recipe, compute, dtype, adapters = sys.argv[1:]
     fields = {"compute": {"format": compute, "scaling": "current"}} if compute != "none" else {}
     config = ds_config(section(recipe, ranks_per_node=1, **fields), dtype)
-    model = llama(layers=3, hidden=512, vocab=1024, intermediate=1024)
+    if adapters == "mixture":
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        torch.manual_seed(0)
+        experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "intermediate_size": 256}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+        sizes = {"num_hidden_layers": 3, "hidden_size": 512, "vocab_size": 1024, "pad_token_id": None}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts, **heads, **sizes))
+    else:
+        model = llama(layers=3, hidden=512, vocab=1024, intermediate=1024)
     if recipe == "qlora":
         torch.manual_seed(3)
-        targets = ["q_proj", "v_proj", "down_proj"]
+        targets = ["q_proj", "v_proj"] if adapters == "mixture" else ["q_proj", "v_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(r=8, target_modules=targets, init_lora_weights=False))
         if adapters == "several":
             second = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
@@ -60,6 +69,13 @@ def main():
         launch(layer, *tensors)
 
     QuantizedLinear.launch = watched
+    through_stacks, multiply = [], QuantizedStack.__call__
+
+    def watched_stack(stack, *tensors):
+        through_stacks.append(1)
+        return multiply(stack, *tensors)
+
+    QuantizedStack.__call__ = watched_stack
     losses, found = [train() for _ in range(3)], {}
     for rows in (tokens, tokens[:, :1]):  # 128 rows are multiplied with decoded weights, 4 with codes
         engine.module.eval()
@@ -75,7 +91,9 @@ def main():
                 with torch.no_grad():
                     logits = kept(rows).logits.float()
                 multiplied.clear()
+                through_stacks.clear()
                 made = greedy(kept)
+                stacks = len(through_stacks)
                 if graph:  # a graph of its own, after a pass that decodes what the first one's step did
                     in_one = list(multiplied)
                     with torch.no_grad():
@@ -92,6 +110,7 @@ def main():
                 "grown": grown,
                 "shape": shape,
                 "same_tokens": same,
+                "stacks": stacks,
                 "in_codes": [multiplied.count(False), multiplied.count(True)],
             }
     losses += [train() for _ in range(2)]

@@ -16,6 +16,7 @@ from quantized_cases import (
     check_lora_spoils,
     check_product,
     check_spoiled,
+    check_stack,
     lora_of,
     make,
     normal,
@@ -230,3 +231,10 @@ def test_weights_on_a_gpu():
     shifted = torch.zeros(weight.payload.numel() + 8, dtype=torch.uint8, device=CUDA)[8:].view(weight.payload.shape)
     with pytest.raises(ValueError, match="rows of a payload on a GPU start at multiples of 16 bytes"):
         QuantizedWeight(shifted, 48, weight.wire_format, 128, (4, 64), torch.bfloat16, weight.row_of_slice)
+
+
+@pytest.mark.parametrize("name", ["int4", "nf4-double", "int8-3"])
+def test_stacks(name):
+    """Experts as of a Qwen3-MoE: some unused, some used by several rows."""
+    for outputs, tokens, each, columns in ((48, 8, 8, 2048), (64, 8, 8, 768), (64, 64, 1, 768)):
+        check_stack(make(name), 128, outputs, 4, tokens, each, columns, device=CUDA)

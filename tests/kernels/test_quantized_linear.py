@@ -94,6 +94,21 @@ print("done")
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
+def test_stacks_in_the_interpreter():
+    """Of each matrix the rows that go through it: alone and with others, once or more per row of x, matrices unused."""
+    script = """
+from quantized_cases import DTYPES, check_stack, make
+
+for name, matrices, outputs, slices, tokens, each, dtype in mine((
+    ("int4", 3, 17, 4, 2, 2, "bf16"), ("nf4-double", 5, 16, 3, 3, 1, "bf16"), ("int8", 2, 33, 6, 1, 4, "fp16"),
+    ("int8-3", 4, 5, 7, 2, 3, "bf16"), ("int4-34", 2, 9, 1, 3, 2, "fp32"), ("nf4", 6, 40, 1, 4, 2, "bf16"),
+)):
+    check_stack(make(name), matrices, outputs, slices, tokens, each, dtype=DTYPES[dtype])
+print("done")
+"""
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
+
+
 def test_slices_in_the_interpreter():
     """Slices of whole rows and parts of them, shorter than a row, in order or not, partly and wholly beyond the end.
 
@@ -226,7 +241,7 @@ from zeropp_fp8.kernels.linear.quantized_linear import launch_of
 from zeropp_fp8.kernels.linear.quantized_linear_kernel import Form, quantized_linear_kernel
 
 CAPABILITY = {capability}
-POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "x_ptr": "*bf16", "reduced_ptr": "*bf16",
+POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "x_ptr": "*bf16", "beside_ptr": "*bf16",
              "bias_ptr": "*bf16", "lora_B_ptr": "*bf16", "out_ptr": "*bf16"}}
 TYPES = {{**POINTERS, "scaling": "fp32"}}
 
@@ -255,15 +270,16 @@ def check_lora(name, count):
     plain, with_lora = (check_linear(name, count, steps) for steps in (0, 1))
     assert spilled(with_lora) <= spilled(plain) + 16, (name, count, spilled(with_lora), spilled(plain))
 
-def check_linear(name, count, rank_steps=0):
+def check_linear(name, count, rank_steps=0, stacked=False):
     fmt = make(name)
-    launch = launch_of(count, 4096)
+    launch = launch_of(count, 4096, stacked)
+    TYPES["beside_ptr"] = "*i32" if stacked else "*bf16"
     bits = fmt.element.bits
     scale = fmt.scale.name
     form = Form(
         element=fmt.name, scale=scale, pairs=16 // bits, pairing=pairing(fmt.name, scale), times=launch.times,
         block=fmt.block_size * bits // 128 // launch.times, ordered=True, biased=True, rank_steps=rank_steps,
-        limit=3.38e38, words=True, ptx=True, settle=True, interpreted=False, warps=launch.warps,
+        stacked=stacked, limit=3.38e38, words=True, ptx=True, settle=True, interpreted=False, warps=launch.warps,
         row_groups=launch.row_groups, groups=launch.groups,
     )
     constants = dict(FORM=form)
@@ -282,6 +298,7 @@ def check_linear(name, count, rank_steps=0):
 checks = [(check_lora, "int4", 1)]
 if CAPABILITY == 90:
     checks += [(check_linear, "int8", 1), (check_lora, "nf4-double", 32), (check_lora, "nf4-double", 8)]
+    checks += [(check_linear, "nf4-double", 64, 0, True)]
 for check, *arguments in mine(checks):
     check(*arguments)
 print("done")

@@ -10,6 +10,7 @@ from itertools import chain
 import deepspeed
 import torch
 import torch.distributed as dist
+from frozen_expert_jobs import mixture
 from frozen_jobs import TARGETS, frozen, with_lora
 from models import batches, full_weights, llama, section, train
 from running import Spec, run, same, step
@@ -188,6 +189,30 @@ def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("val
         "numel": sum(p.ds_numel for p in engine.module.parameters()),
         "weights": full_weights(engine.module),
     }
+
+
+def of_a_mixture(kind, recipe, fields, ways=("values", "codes", "sharded")):
+    """By way: (largest error of logits, whether tokens are the same, bytes kept), against the engine's own; the loss
+    of a training step after all."""
+    model = partial(mixture, kind, use_cache=True)
+    engine = Spec(section(recipe, **fields), model=model, lr=1e-2, adapted=with_lora_on_attention).engine()
+    train(engine, 1)
+    expected, found = logits_of(engine.module, dist.get_rank()), {}
+    for weights in ways:
+        before = living_bytes()
+        with zeropp_fp8.generation(engine, weights=weights, merge_adapters=False) as kept:
+            held = living_bytes() - before
+            error = float((logits_of(kept, dist.get_rank()) - expected).abs().max())
+            tokens = greedy(kept).tolist()
+        found[weights] = error, tokens, held, grown_since(before)
+    return found, train(engine, 1, seed=5)[0]
+
+
+def with_lora_on_attention(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 def graphs_as_if_on_a_gpu():

@@ -149,6 +149,17 @@ def test_fp8_compute(name):
             assert codes["held"] < 0.5 * values["held"]
 
 
+@pytest.mark.parametrize("kind, recipe", [("Qwen3Moe", "qlora"), ("Mixtral", "zeropp"), ("GptOss", "qlora")])
+def test_mixtures(kind, recipe):
+    """Codes of packed experts stay as codes do; of gpt-oss, which keeps them transposed, their values."""
+    fields = {"frozen": frozen("nf4", double_quantize=True)} if recipe == "qlora" else {}
+    for found, loss in run_two(jobs.of_a_mixture, kind=kind, recipe=recipe, fields=fields):
+        (_, tokens, held, _), (_, _, held_codes, _), _ = found.values()
+        for error, made, _, grown in found.values():
+            assert error < 1e-5 and made == tokens and grown == 0, (error, grown, made)
+        assert loss < 10 and (held_codes < 0.6 * held) == (kind != "GptOss"), found
+
+
 def test_bytes():
     for row in run_ranks(jobs.bytes_between_tokens, weights="values"):
         assert row["entering"] > 0 and row["generating"] == 0

@@ -23,6 +23,9 @@ from zeropp_fp8.kernels.wire.launch_tables import interpreted, lookup_table
 # Up to so many rows the kernel reads a weight once and is faster than decoding it for a matrix product: on an H200 with
 # 16 rows and 4096 x 14336 weights 28 to 38 us against 75 to 91.
 FEW_ROWS = 32
+# Of a stack its rows of y, each of which reads a matrix anew: 128 matrices of 1536 x 2048 and 256 rows take an H200
+# 185 to 283 us, where decoding and torch's grouped product take 519 to 607; 512 rows take as long.
+FEW_CHOICES = 256
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,17 @@ class Launch:
     max_registers: int
 
 
-def launch_of(count: int, outputs: int) -> Launch:
+def launch_of(count: int, outputs: int, stacked: bool = False) -> Launch:
     """The launch for `count` rows of x and a weight of `outputs` rows.
 
     Up to 8 rows of x, what matters is that enough loads are under way: 16 rows a program make 256 programs of the 4096
     outputs of a model's smaller matrices, two for each of an H200's 132 multiprocessors, which hold two programs of 256
     threads with 128 registers. Fewer outputs take more warps each. With more rows of x, decoded numbers must be used
     more often than they are loaded: 32 weight rows for 16 or 32 rows of x, at a third of the threads.
+    Of a stack a program has one row of x, and there are many programs: 4 warps take a row of 2048 in two steps.
     """
+    if stacked:
+        return Launch(warps=4, row_groups=2, groups=1, times=2, max_registers=128)
     if count <= 8:
         return Launch(warps=16 if outputs <= 2048 else 8, row_groups=2, groups=1, times=2, max_registers=128)
     return Launch(warps=8, row_groups=4, groups=2 if count <= 16 else 4, times=1, max_registers=255)
@@ -82,6 +88,7 @@ def _form_of(
     ordered: bool,
     biased: bool,
     rank_steps: int,
+    stacked: bool,
 ) -> Form:
     bits, scale = wire_format.element.bits, wire_format.scale.name
     block_bytes = wire_format.block_size * bits // 8
@@ -95,6 +102,7 @@ def _form_of(
         ordered=ordered,
         biased=biased,
         rank_steps=rank_steps,
+        stacked=stacked,
         limit=torch.finfo(dtype).max,
         words=dtype.itemsize == 2,
         ptx=_has_ptx(device) and dtype == torch.bfloat16,
@@ -160,7 +168,7 @@ class QuantizedLinear:
             group_start,
             group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
         )
-        self._plans: dict[int, Plan] = {}  # by rows of x
+        self._plans: dict[int | tuple[int, int], Plan] = {}  # by rows of x, of a stack by those of y and of each of x
 
     def __call__(self, input: Tensor) -> Tensor:
         """[..., K] in the weight's dtype -> [..., N]: summed in fp32 and rounded once, the same bits on every run.
@@ -169,16 +177,17 @@ class QuantizedLinear:
             TypeError: the input has another dtype than the weight.
             ValueError: a shape or device that does not fit, or a gradient that would be asked for.
         """
-        weight, lora = self.weight, self.lora
-        _check_input(input, weight, self._bias, lora)
-        outputs, columns = weight.shape
-        rows = input.reshape(-1, columns).contiguous()
-        out = input.new_empty((*input.shape[:-1], outputs))
+        lora, rows = self.lora, self._rows(input)
+        out = input.new_empty((*input.shape[:-1], self.weight.shape[0]))
         if out.numel():
-            if rows.data_ptr() % 16:
-                rows = rows.clone()  # words of two numbers are loaded four at a time
             self.launch(rows, rows if lora is None else self._reduced(rows, lora.lora_A.dtype), out)
         return out
+
+    def _rows(self, input: Tensor) -> Tensor:
+        """The input as the kernel reads it, [M, K]."""
+        _check_input(input, self.weight, self._bias, self.lora)
+        rows = input.reshape(-1, self.weight.shape[1]).contiguous()
+        return rows.clone() if rows.data_ptr() % 16 else rows  # words of two numbers are loaded four at a time
 
     def _reduced(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """x A^T in LoRA's dtype. `to` takes a microsecond also where there is nothing to do."""
@@ -189,15 +198,15 @@ class QuantizedLinear:
         """Write the product of rows [M, K] to out [..., N]; `reduced`: x A^T [M, r], without LoRA anything."""
         count = rows.shape[0]
         if count not in self._plans:
-            self._plans[count] = self._plan(rows)
+            self._plans[count] = self._plan(rows, count, self.weight.shape[0], self._fixed)
         self._plans[count](rows, reduced, out)
 
-    def _plan(self, rows: Tensor) -> Plan:
-        """The launch for rows of x."""
-        weight, (count, columns), outputs = self.weight, rows.shape, self.weight.shape[0]
+    def _plan(self, rows: Tensor, count: int, outputs: int, fixed: tuple, stacked: bool = False) -> Plan:
+        """The launch for rows of x and `count` rows of y."""
+        weight, columns = self.weight, rows.shape[1]
         block_bytes = weight.wire_format.block_size * weight.wire_format.element.bits // 8
         by_bytes = weight.slice_numel < columns or not _loads_of(block_bytes, 1)
-        launch = _SMALL if by_bytes or weight.dtype == torch.float32 else launch_of(count, outputs)
+        launch = _SMALL if by_bytes or weight.dtype == torch.float32 else launch_of(count, outputs, stacked)
         form = _form_of(
             weight.wire_format,
             launch,
@@ -207,13 +216,47 @@ class QuantizedLinear:
             weight.row_of_slice is not None,
             self._bias is not None,
             0 if self.lora is None else triton.cdiv(self.lora.lora_B.shape[1], 16 * launch.warps),
+            stacked,
         )
         constants = {"FORM": form, "num_warps": launch.warps, "enable_fp_fusion": False}
         if torch.version.hip is None:
             constants["maxnreg"] = launch.max_registers
-        grid = triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups)
-        last = (*self._fixed, count, outputs, columns, *self._places)
+        grid = triton.cdiv(outputs, 8 * launch.row_groups), count if stacked else triton.cdiv(count, 8 * launch.groups)
+        last = (*fixed, count, outputs, columns, *self._places)
         return Plan(quantized_linear_kernel, grid, last, constants)
+
+
+class QuantizedStack(QuantizedLinear):
+    """A stack of matrices that lies as codes, as packed experts do: each row of x goes through some of them.
+
+    One launch, which reads the codes of matrices that rows go through, once per row.
+
+    Args:
+        weight: [matrices * N, K], as that of QuantizedLinear.
+        matrices: how many.
+    """
+
+    def __init__(self, weight: QuantizedWeight, matrices: int) -> None:
+        super().__init__(weight)
+        self.outputs = weight.shape[0] // matrices
+
+    def __call__(self, input: Tensor, matrix_of: Tensor) -> Tensor:
+        """[rows, N] of input [M, K]: row i is input[i // (rows / M)] times matrix `matrix_of[i]`, int [rows].
+
+        Raises:
+            TypeError, ValueError: as QuantizedLinear's; rows that are no multiple of M.
+        """
+        rows, count = self._rows(input), matrix_of.numel()
+        each = count // max(1, rows.shape[0])
+        if each * rows.shape[0] != count:
+            raise ValueError(f"{count} rows of a stack's product are no multiple of the input's {rows.shape[0]}")
+        out = input.new_empty((count, self.outputs))
+        if out.numel():
+            if (count, each) not in self._plans:
+                fixed = (*self._fixed[:-1], each)
+                self._plans[count, each] = self._plan(rows, count, self.outputs, fixed, stacked=True)
+            self._plans[count, each](rows, matrix_of.to(torch.int32), out)
+        return out
 
 
 def _check_layer(weight: QuantizedWeight, bias: Tensor | None, lora: Lora | None) -> None:

@@ -12,6 +12,9 @@ registers into which their codes were loaded, which are those that tensor cores 
 free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier in the sum over k, only
 in that over warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way
 while those of this one are multiplied. In LoRA's product the warps share the sum over r.
+
+Of a stack of matrices, such as packed experts, each row of y has a matrix of its own, y[m] = x[m // each] W[of[m]]^T,
+and a program makes outputs of one row: codes of matrices that no row goes through are not read.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Form:
         block: spans of a block; byte by byte its bytes.
         ordered, biased: whether there are an order of slices and a bias.
         rank_steps: steps of 16 ranks a warp that LoRA's product takes; 0: no LoRA.
+        stacked: the weight is a stack of matrices.
         limit: the largest finite number of the weight's dtype.
         words: numbers of x have 16 bits.
         ptx, settle: whether codes are decoded by PTX, and operands held as 16-bit numbers.
@@ -60,6 +64,7 @@ class Form:
     ordered: bool
     biased: bool
     rank_steps: int
+    stacked: bool
     limit: float
     words: bool
     ptx: bool
@@ -68,6 +73,26 @@ class Form:
     warps: int
     row_groups: int
     groups: int
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_from(place, count, FORM: tl.constexpr):
+    """The row of y at a place of the 8 * groups of a program; `count` and beyond: none. Of a stack it has one."""
+    if FORM.stacked:
+        return tl.program_id(1) + place * count
+    else:
+        return tl.program_id(1) * (8 * FORM.groups) + place
+
+
+@triton.jit
+def row_of_x(m, each, FORM: tl.constexpr):
+    """int64: the row of x that goes into a row of y."""
+    if FORM.stacked:
+        m = m // each
+    return m.to(tl.int64)
 
 
 # -- codes and scales -----------------------------------------------------------------------------------------------
@@ -230,32 +255,32 @@ def product(left, right, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def starts_of_rows(weight, outputs, spans, slice_spans, place, FORM: tl.constexpr):
+def starts_of_rows(weight, first_row, outputs, spans, slice_spans, place, FORM: tl.constexpr):
     """The payloads of two slices with the weight's row at each of the places, and its first span in the first."""
     payload_ptr, rows_ptr, _, row_stride, _, _, _ = weight
     n = tl.program_id(0) * (8 * FORM.row_groups) + place // (32 * FORM.warps) * 8 + place // 4 % 8
     # Rows beyond the last one repeat it and are not stored.
-    start = tl.minimum(n, outputs - 1) * spans
+    start = (first_row + tl.minimum(n, outputs - 1)) * spans
     slice_index = start // slice_spans
     start -= slice_index * slice_spans
     first_ptrs = payload_ptr + row_of(rows_ptr, slice_index, FORM.ordered) * row_stride
-    next_slice = tl.minimum(slice_index + 1, (outputs * spans - 1) // slice_spans)
+    next_slice = tl.minimum(slice_index + 1, ((first_row + outputs) * spans - 1) // slice_spans)
     second_ptrs = payload_ptr + row_of(rows_ptr, next_slice, FORM.ordered) * row_stride
     return first_ptrs, second_ptrs, start
 
 
 @triton.jit
-def starts_of_x(x_ptr, columns, place, FORM: tl.constexpr):
-    """(pointers [R, 4] to words or [R, 8 / PAIRS] to numbers of x's first span, the row of x at each of the places)."""
+def starts_of_x(x_ptr, count, columns, each, place, FORM: tl.constexpr):
+    """(pointers [R, 4] to words or [R, 8 / PAIRS] to numbers of x's first span, the row of y at each of the places)."""
     PAIRS: tl.constexpr = FORM.pairs
-    m = tl.program_id(1) * (8 * FORM.groups) + place // (32 * FORM.warps) % FORM.groups * 8 + place // 4 % 8
+    m = rows_from(place // (32 * FORM.warps) % FORM.groups * 8 + place // 4 % 8, count, FORM)
     part = place // (32 * FORM.warps * FORM.groups)  # of the PAIRS * TIMES parts of 16 bytes, if x has 16 bits
     # 64 bits: rows times columns may not fit 32.
     if FORM.words:
-        x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (m.to(tl.int64) * (columns // 2) + 4 * part)
+        x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (row_of_x(m, each, FORM) * (columns // 2) + 4 * part)
         x_ptrs = tl.multiple_of(x_ptrs, 16)[:, None] + tl.arange(0, 4)[None, :]
     else:
-        x_ptrs = x_ptr + (m.to(tl.int64) * columns + 8 * part)
+        x_ptrs = x_ptr + (row_of_x(m, each, FORM) * columns + 8 * part)
         # The two numbers of pair 0 in the words of codes that the part is about.
         i = tl.arange(0, 8 // PAIRS)
         between: tl.constexpr = PAIRS if FORM.pairing == "halves" else 1
@@ -267,7 +292,7 @@ def starts_of_x(x_ptr, columns, place, FORM: tl.constexpr):
 def sums_of_spans(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, CLAMP: tl.constexpr, FORM: tl.constexpr):
     """A program's sums by warp, fp32 [WARPS, 8 * ROW_GROUPS, 8 * GROUPS], and the bits of the largest scale it met."""
     _, _, slice_numel, _, codes_start, group_start, offset_start = weight
-    count, outputs, columns = sizes
+    count, outputs, columns, first_row, each = sizes
     parts = (codes_start, group_start, offset_start)
     element: tl.constexpr = FORM.element
     scale: tl.constexpr = FORM.scale
@@ -282,10 +307,10 @@ def sums_of_spans(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, CLAMP: 
     slice_spans = slice_numel // span_numbers
     place = tl.arange(0, ROW_GROUPS * WARPS * 32)
     own_span = place // 32 % WARPS * 4 + place % 4
-    first_ptrs, second_ptrs, start = starts_of_rows(weight, outputs, spans, slice_spans, place, FORM)
+    first_ptrs, second_ptrs, start = starts_of_rows(weight, first_row, outputs, spans, slice_spans, place, FORM)
     x_place = tl.arange(0, TIMES * PAIRS * GROUPS * WARPS * 32)
     x_span = x_place // 32 % WARPS * 4 + x_place % 4
-    x_ptrs, m = starts_of_x(x_ptr, columns, x_place, FORM)
+    x_ptrs, m = starts_of_x(x_ptr, count, columns, each, x_place, FORM)
     sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
     largest = tl.zeros((ROW_GROUPS * WARPS * 32,), tl.int32)
     words, a, b, c = load_spans(first_ptrs, second_ptrs, start, own_span, spans, slice_spans, parts, FORM)
@@ -327,7 +352,7 @@ def sums_of_spans(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, CLAMP: 
 @triton.jit
 def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """`sums_of_spans` for any block size and slices shorter than a row: each byte finds its slice and its scale."""
-    count, outputs, columns = sizes
+    count, outputs, columns, first_row, each = sizes
     _, _, slice_numel, _, _, _, _ = weight
     element: tl.constexpr = FORM.element
     PAIRS: tl.constexpr = FORM.pairs
@@ -341,13 +366,13 @@ def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: t
     byte = (place // 32 % WARPS * 4 + place % 4) * 16
     byte = byte[:, None] + 2 * tl.arange(0, 8)[None, :]
     n = tl.program_id(0) * (8 * ROW_GROUPS) + place // (32 * WARPS) * 8 + place // 4 % 8
-    n = tl.minimum(n, outputs - 1)[:, None]
+    n = (first_row + tl.minimum(n, outputs - 1))[:, None]
 
     x_place = tl.arange(0, PAIRS * GROUPS * WARPS * 32)
-    m = (tl.program_id(1) * (8 * GROUPS) + x_place // (32 * WARPS) % GROUPS * 8 + x_place // 4 % 8)[:, None]
+    m = rows_from(x_place // (32 * WARPS) % GROUPS * 8 + x_place // 4 % 8, count, FORM)[:, None]
     x_byte = (x_place // 32 % WARPS * 4 + x_place % 4) * 16 + x_place // (32 * WARPS * GROUPS) * (16 // PAIRS)
     x_byte = x_byte[:, None] + 2 * tl.arange(0, 8 // PAIRS)[None, :]
-    x_ptrs = x_ptr + m.to(tl.int64) * columns
+    x_ptrs = x_ptr + row_of_x(m, each, FORM) * columns
 
     sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
     for first in tl.range(0, row_bytes, 64 * WARPS, num_stages=1):
@@ -368,7 +393,7 @@ def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: t
 def sums_of_lora(lora, sizes, FORM: tl.constexpr):
     """scaling * (x A^T) B^T as sums by warp, fp32 [WARPS, 8 * ROW_GROUPS, 8 * GROUPS]; a warp takes 16 ranks a step."""
     reduced_ptr, lora_B_ptr, scaling, rank = lora
-    count, outputs, _ = sizes
+    count, outputs, _, _, _ = sizes
     WARPS: tl.constexpr = FORM.warps
     STEPS: tl.constexpr = FORM.rank_steps
     warp = tl.arange(0, WARPS)[:, None, None]
@@ -401,7 +426,7 @@ def sums_of_lora(lora, sizes, FORM: tl.constexpr):
 )
 def quantized_linear_kernel(
     x_ptr,
-    reduced_ptr,
+    beside_ptr,
     out_ptr,
     payload_ptr,
     rows_ptr,
@@ -420,10 +445,18 @@ def quantized_linear_kernel(
     offset_start,
     FORM: tl.constexpr,
 ):
-    """One program: 8 * row_groups outputs of 8 * groups rows of x."""
+    """One program: 8 * row_groups outputs of 8 * groups rows of x, of a stack of one row.
+
+    `beside_ptr`: x A^T of LoRA; of a stack int32 [count], the matrix of each row of y, `rank` of which go through a row
+    of x.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight = (payload_ptr, rows_ptr, slice_numel, row_stride, codes_start, group_start, offset_start)
-    sizes = (count, outputs, columns)
+    if FORM.stacked:
+        first_row = tl.load(beside_ptr + tl.program_id(1)) * outputs
+    else:
+        first_row = 0
+    sizes = (count, outputs, columns, first_row, rank)
     if FORM.times == 0:
         sums = sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, dtype, FORM)
     else:
@@ -435,10 +468,10 @@ def quantized_linear_kernel(
             if overflow:
                 sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, True, FORM)
     if FORM.rank_steps:
-        sums += sums_of_lora((reduced_ptr, lora_B_ptr, scaling, rank), sizes, FORM)
+        sums += sums_of_lora((beside_ptr, lora_B_ptr, scaling, rank), sizes, FORM)
     y = tl.sum(sums, axis=0)
     n = tl.program_id(0) * (8 * FORM.row_groups) + tl.arange(0, 8 * FORM.row_groups)
-    m = tl.program_id(1) * (8 * FORM.groups) + tl.arange(0, 8 * FORM.groups)
+    m = rows_from(tl.arange(0, 8 * FORM.groups), count, FORM)
     if FORM.biased:
         y += in_fp32(tl.load(bias_ptr + n, mask=n < outputs, other=0.0))[:, None].to(tl.float32)
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * outputs + n[:, None]

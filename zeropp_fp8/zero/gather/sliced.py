@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -220,12 +221,13 @@ class SlicedUnit(Unit):
         from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
         param, layout = self.packed[index], self.layout
+        *rows, columns = sharded.shape(param)
         return QuantizedWeight(
             codes,
             layout.offsets[index],
             layout.formats[index],
             layout.slice_numels[index],
-            tuple(sharded.shape(param)),
+            (math.prod(rows), columns),
             self.dtype_of(param),
             row_of_slice=None if self.route.in_rank_order else self.route.row_of_slice,
         )

@@ -41,13 +41,13 @@ def values_of(unit: SlicedUnit, codes: Tensor) -> dict[int, Tensor]:
 
 
 def quantized_weight(unit: SlicedUnit, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
-    """The operand of `quantized_linear` for a parameter in `codes`; None where it cannot."""
+    """The operand of `quantized_linear` for a parameter in `codes`, a stack as one matrix; None where it cannot."""
     from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
 
     index = next(i for i, packed in enumerate(unit.packed) if packed is param)
     wire_format, slice_numel = unit.layout.formats[index], unit.layout.slice_numels[index]
     if not can_multiply(wire_format) or slice_numel % wire_format.block_size:
         return None
-    if sharded.shape(param)[1] % wire_format.block_size:  # a block of codes would reach into the next row
+    if sharded.shape(param)[-1] % wire_format.block_size:  # a block of codes would reach into the next row
         return None
     return unit.weight_in(index, codes)

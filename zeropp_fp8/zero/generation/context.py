@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.generation.adapters import direct_forward
-from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
+from zeropp_fp8.zero.generation.layers import expert_layers, linear_layers, lora_layers
 from zeropp_fp8.zero.generation.replayed import STATIC, check_replayable, replayed
 from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues
 from zeropp_fp8.zero.holders import engine_of
@@ -219,9 +219,11 @@ def _refuse_gradients(*_) -> None:
 
 @contextlib.contextmanager
 def _direct_layers(module: nn.Module, resident: ResidentValues | ResidentCodes) -> Iterator[None]:
-    """Linear layers, and LoRA around them, multiply with what is resident, not by DeepSpeed's function or in FP8."""
+    """Linear layers, LoRA around them and experts multiply with what is resident, not by DeepSpeed's function or in
+    FP8."""
     forwards = {layer: resident.linear(layer) for layer in linear_layers(module)}
     forwards |= {layer: direct_forward(layer, resident.linear) for layer in lora_layers(module)}
+    forwards |= {layer: resident.experts(layer) for layer in expert_layers(module)}
     forwards = {layer: forward for layer, forward in forwards.items() if forward is not None}
     try:
         for layer, forward in forwards.items():

@@ -1,4 +1,4 @@
-"""Layers that compute what their class says and nothing else: linear ones, and LoRA around them."""
+"""Layers that compute what their class says and nothing else: linear ones, LoRA around them, and packed experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from zeropp_fp8.compute.experts import LowPrecisionExperts, projections_of
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 
 
@@ -22,9 +23,23 @@ def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
 
     Not those with LoRA on a parameter (PEFT's `target_parameters`), which computes another weight at each call.
     """
+    computed = _with_lora_on_parameters(module)
+    return (layer for layer in module.modules() if is_linear(layer) and layer not in computed)
+
+
+def expert_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Packed experts [experts, out, in] without LoRA on them."""
+    computed = _with_lora_on_parameters(module)
+    for layer in module.modules():
+        own = isinstance(layer, LowPrecisionExperts) or "forward" in layer.__dict__ or layer in computed
+        if own or not projections_of(layer) or layer.is_transposed or getattr(layer, "has_post_expert_norm", False):
+            continue
+        yield layer
+
+
+def _with_lora_on_parameters(module: nn.Module) -> set[nn.Module]:
     wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())  # an older PEFT has none
-    computed = {id(layer.get_base_layer()) for layer in module.modules() if isinstance(layer, wrapper)}
-    return (layer for layer in module.modules() if is_linear(layer) and id(layer) not in computed)
+    return {layer.get_base_layer() for layer in module.modules() if isinstance(layer, wrapper)}
 
 
 def lora_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -36,7 +51,7 @@ def lora_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def multipliable_weights(module: nn.Module) -> set[int]:
-    """id of each weight that is read by the forward of one linear layer only.
+    """id of each weight that is read by the forward of one linear layer, or of packed experts, only.
 
     A PEFT layer reads its adapters' weights. The weight of the layer within it, plain LoRA leaves to that layer; DoRA
     and other adapters read it.
@@ -50,4 +65,5 @@ def multipliable_weights(module: nn.Module) -> set[int]:
             read |= {id(m) for m in layer.modules() if m is not base or not is_lora}
     layers = [layer for layer in linear_layers(module) if type(layer) is nn.Linear and id(layer) not in read]
     weights = {id(dict.__getitem__(layer._parameters, "weight")) for layer in layers}
+    weights |= {id(weight) for layer in expert_layers(module) for weight in projections_of(layer).values()}
     return {weight for weight in weights if users[weight] == 1}

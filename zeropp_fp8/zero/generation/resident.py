@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.compute.experts import projections_of
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Unit
 from zeropp_fp8.zero.generation.adapters import Adapter, with_adapters
 from zeropp_fp8.zero.generation.codes import holds_codes, quantized_weight, take_codes, values_of
+from zeropp_fp8.zero.generation.experts import few_choices
 from zeropp_fp8.zero.generation.layers import multipliable_weights
+
+if TYPE_CHECKING:
+    from zeropp_fp8.kernels.linear.quantized_linear import QuantizedStack  # needs Triton, which is loaded on first use
 
 _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
 
@@ -67,6 +73,10 @@ class _Resident:
         """The forward of a linear layer whose weight is there: without DeepSpeed's autograd function around it."""
         weight, bias = module.weight.data, None if module.bias is None else module.bias.data
         return with_adapters(lambda input: torch.ops.aten.linear.default(input, weight, bias), adapters)
+
+    def experts(self, module: nn.Module) -> Callable | None:
+        """The forward of packed experts; None: their own."""
+        return None
 
 
 class ResidentValues(_Resident):
@@ -165,6 +175,33 @@ class ResidentCodes(_Resident):
             return multiply(input) if few else decoded(input)
 
         return forward
+
+    def experts(self, module: nn.Module) -> Callable | None:
+        """For few tokens the products of experts that are chosen, with their codes as they lie."""
+        params = {n: p for n, p in projections_of(module).items() if id(p) in self._unit_of}
+        if not params:
+            return None
+        own = module.forward
+
+        def decoded(*args, **kwargs) -> Tensor:
+            before = {param: param.data for param in params.values()}
+            try:
+                for param in before:
+                    sharded.set_full(param, self._values_of(self._unit_of[id(param)])[id(param)])
+                return own(*args, **kwargs)
+            finally:
+                for param, nothing in before.items():
+                    sharded.set_dropped(param, nothing)
+
+        stacks = self._stacks(params) if self.gatherer.device.type == "cuda" and len(params) == 2 else []
+        return few_choices(module, stacks, decoded) if len(stacks) == 2 else decoded
+
+    def _stacks(self, params: dict[str, Parameter]) -> list[QuantizedStack]:
+        from zeropp_fp8.kernels.linear.quantized_linear import QuantizedStack
+
+        units = [(param, self._unit_of[id(param)]) for param in params.values()]
+        weights = [(p, quantized_weight(unit, p, self._codes_of[id(unit)])) for p, unit in units]
+        return [QuantizedStack(weight, sharded.shape(param)[0]) for param, weight in weights if weight is not None]
 
     def _values_of(self, unit: Unit) -> dict[int, Tensor]:
         values = self._decoded.get(id(unit))
