@@ -71,8 +71,8 @@ Gemm = Literal[GEMMS]
 OfState = Literal[STATE_FORMATS]
 
 _SHARE_A_SCALE = "elements that share a scale; 32 with MX"
-_ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
-_NAMED = "name patterns of modules, or parameters,"
+_ROTATE = "rotate groups of 32 elements first (Hadamard), so that outliers harm 4-bit codes less"
+_NAMED = "name patterns of modules or parameters"
 
 
 # The docstrings of these classes and the descriptions of their fields are docs/configuration.md (`make docs`).
@@ -101,78 +101,78 @@ class TopologyConfig(_Section):
 
 
 class WeightsConfig(_Section):
-    """qwZ: the format in which weights travel when they are gathered.
+    """qwZ: the format in which weights are sent when they are gathered.
 
-    Parameters with fewer than two dimensions (norms, biases) always travel in their own 16 or 32 bits. A block that
-    holds NaN or Inf decodes to NaN, so DeepSpeed's overflow checks see it.
+    Parameters with fewer than two dimensions (norms, biases) are always sent in their own 16 or 32 bits. A block with
+    NaN or Inf decodes to NaN, so DeepSpeed's overflow checks see it.
 
-    Differences lose nothing: every rank computes with the weights of a gather without them, bit for bit. Each node adds
-    them to its copy of the weights, of 16-bit numbers, INT8 or FP8 codes (`secondary.scope`). Under AdamW a bf16 weight
-    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4, an INT8 code 0.06, 0.2 and 0.6.
-    "auto" stands for "exact" wherever there is such a copy, and for "none" elsewhere.
-    Whole weights cross at start, and when anything but a step wrote them; so do weights in fp32, and small ones that
-    ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
+    Differences lose nothing: weights are the same as without them, bit for bit. Each node adds the differences to its
+    copy of the weights (`secondary.scope`), which has 16-bit numbers, INT8 or FP8 codes. Under AdamW a bf16 weight
+    takes about 0.2 bits at a learning rate of 1e-6, 0.8 at 1e-5 and 3 at 1e-4; an INT8 code takes 0.06, 0.2 and 0.6.
+    "auto" means "exact" wherever there is such a copy, and "none" elsewhere.
+    Whole weights are sent at start, and after anything but a step has written them. Weights that are sent in fp32, and
+    small ones that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`), are always sent whole.
     """
 
     format: OnTheWire = Field("none", description="none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(256, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(False, description=_ROTATE)
-    skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
+    skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights are sent in 16 or 32 bits")
     difference: Annotated[Literal["auto", "detect", "none", "exact"], IsAuto] = Field(
         "auto",
-        description="exact: between nodes, what has changed in weights or their codes since the last step; "
-        "auto: exact where that can be",
+        description="exact: between nodes, only what the last step has changed in weights or their codes is sent; "
+        "auto: exact where possible",
     )
 
 
 class SecondaryConfig(_Section):
-    """hpZ: codes of all weights that stay near, so that later gathers do not cross the network."""
+    """hpZ: each node caches the codes of all weights, so that later gathers send nothing between nodes."""
 
     scope: Literal["none", "node", "rank"] | PositiveInt = Field(
         "none",
-        description="how many ranks share one copy of the codes: those of a node, one, or a divisor of a node's ranks",
+        description="how many ranks share one copy of the codes: all of a node, one, or a divisor of a node's ranks",
     )
     memory_gb: Annotated[Literal["all", "auto", "detect"] | Memory, IsAuto] = Field(
         "all",
-        description="how much of them a rank may keep, in GB (10^9 bytes); weights beyond it are gathered each time; "
-        "auto: what is free at start, without a quarter of the device's memory; all: no bound",
+        description="GB (10^9 bytes) that the copy may take on a rank; weights that do not fit are gathered each time; "
+        "auto: what is free at start, less a quarter of the device's memory; all: no limit",
     )
 
 
 class GradientsConfig(_Section):
-    """qgZ: formats in which gradients travel, first inside a node, then between nodes, and are stored until the step.
+    """qgZ: formats in which gradients are sent, first inside a node, then between nodes, and stored until the step.
 
     `"scales": "tensor"` is FP8-LM's choice: all ranks encode a tensor with the same scale, so that codes can be added.
     """
 
-    intra_format: OnTheWire = Field("none", description="inside a node; none: 16 or 32 bits, as stock")
-    inter_format: OnTheWire = Field("none", description="between nodes; none: 16 or 32 bits, as stock")
+    intra_format: OnTheWire = Field("none", description="format inside a node; none: 16 or 32 bits, as stock")
+    inter_format: OnTheWire = Field("none", description="format between nodes; none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
     skip_modules: list[str] = Field(
-        [], description=f"{_NAMED} whose gradients travel in 16 or 32 bits, with scales of blocks"
+        [], description=f'{_NAMED} whose gradients are sent in 16 or 32 bits; not with "scales": "tensor"'
     )
     error_feedback: Flag = Field(
-        False, description="keep what the hop between nodes dropped, in 8 bits, and add it next time"
+        False, description="keep in 8 bits what rounding between nodes dropped, and add it to the next gradient"
     )
     scales: Literal["block", "tensor"] = Field(
         "block",
-        description="tensor: one scale that all ranks share, from the amax of the last 16 steps (FP8 on both hops)",
+        description="tensor: all ranks share a scale per tensor, from the amax of the last 16 steps (FP8 on both hops)",
     )
     store_format: Literal[("none", *FP8_FORMATS)] = Field(
-        "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
+        "none", description="format of reduced gradients until the step; none: 16 or 32 bits"
     )
     accumulate_in: Annotated[Literal["auto", "detect", "node", "world"], IsAuto] = Field(
         "auto",
-        description="where gradients of several micro-batches add up. node: on the ranks of the node, which takes "
-        "1/ranks-per-node of them in memory, and they cross between nodes once a step; world: each is reduced to the "
-        "end; auto: node where that takes at most a tenth of a device's memory",
+        description="where gradients of several micro-batches are added. node: on the node's ranks, where they take "
+        "1/ranks-per-node of a gradient's memory, and are sent between nodes once per step; world: each is reduced "
+        "over all ranks; auto: node if that takes at most a tenth of a device's memory",
     )
 
 
 _Operand = Annotated[
     Literal[("fp8_e4m3", *MX_FORMATS)],
-    Remarks({"fp8_e5m2": "no FP8 GEMM multiplies two E5M2 operands, as gradients may be"}),
+    Remarks({"fp8_e5m2": "no FP8 GEMM multiplies two E5M2 operands, and gradients may be E5M2"}),
 ]
 
 
@@ -198,7 +198,7 @@ class ComputeConfig(_Section):
 
     format: Literal[COMPUTE_FORMATS] | OperandFormats = Field(
         "none",
-        description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format an operand",
+        description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format per operand",
         json_schema_extra={"or": '`{"weights": .., "activations": .., "gradients": ..}`'},
     )
     scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = Field(
@@ -208,7 +208,7 @@ class ComputeConfig(_Section):
     skip_modules: list[str] = Field(["lm_head"], description="name patterns of layers that stay in high precision")
     high_precision_gemms: list[Gemm] | dict[Gemm, list[str]] = Field(
         [],
-        description="GEMMs that stay in high precision: of all layers, or of those with these names",
+        description="GEMMs that stay in high precision, in all layers or in those with these names",
         json_schema_extra={"or": "`{GEMM: a list of name patterns}`"},
     )
     min_features: PositiveInt = Field(64, description="a layer with fewer inputs or outputs stays as it is")
@@ -220,32 +220,32 @@ class ComputeConfig(_Section):
 class OptimizerConfig(_Section):
     """Formats of AdamW's states; the optimizer must be an Adam or AdamW (`"torch_adam": true` in a ds_config)."""
 
-    master_format: OfState = Field("fp32", description="of master weights; fp16 has a scale")
-    exp_avg_format: OfState = Field("fp32", description="of the first moment")
-    exp_avg_sq_format: OfState = Field("fp32", description="of the second moment")
+    master_format: OfState = Field("fp32", description="format of master weights; fp16 has a scale")
+    exp_avg_format: OfState = Field("fp32", description="format of the first moment")
+    exp_avg_sq_format: OfState = Field("fp32", description="format of the second moment")
     scales: Literal["tensor", "block"] = Field(
         "tensor",
-        description="what shares a scale: 128 elements, or a tensor (a rank's part of it, where tensors are sliced)",
+        description="block: 128 elements share a scale; tensor: all of a tensor (of a rank's part, if it is sliced)",
     )
 
 
 class FrozenConfig(_Section):
-    """Frozen weights of linear layers and packed experts are stored, travel and are kept as codes of `format`.
+    """Frozen weights of linear layers and packed experts are stored, sent and cached as codes of `format`.
 
     [LoRA on quantized weights](lora.md) says which weights are stored so, and when.
     """
 
     modules: Literal["all-linear", "frozen"] | list[str] = Field(
         "all-linear",
-        description="what is stored while a model is made under `zero.Init`, before anything is frozen: linear layers "
-        "and packed experts, those with these names, or only what needs no gradient by then",
+        description="what becomes codes while a model is made under `zero.Init`, before anything is frozen: all linear "
+        "layers and packed experts, those with these names, or (frozen) only what needs no gradient by then",
     )
-    format: AtRest = Field("none", description="what frozen weights of layers rest, travel and are kept in")
+    format: AtRest = Field("none", description="format in which frozen weights of layers are stored, sent and cached")
     scales: Literal["block", "tensor"] = Field(
-        "block", description="tensor: of fp8_e4m3 one scale per weight; FP8 layers multiply the codes as they rest"
+        "block", description="tensor: one scale per weight (fp8_e4m3 only); FP8 layers multiply the stored codes"
     )
     block_size: BlockSize = Field(64, description=_SHARE_A_SCALE)
-    double_quantize: Flag = Field(False, description="scales of blocks in 8 bits (QLoRA)")
+    double_quantize: Flag = Field(False, description="store scales of blocks in 8 bits (QLoRA)")
     skip_modules: list[str] = Field(
         ["lm_head", "*embed*", "score", "classifier", "v_head"],
         description="name patterns of what stays in 16 or 32 bits; a list of your own replaces this one",
@@ -257,8 +257,8 @@ class ExpertsConfig(_Section):
 
     gather: Literal["all", "used"] = Field(
         "all",
-        description="which experts of a module are gathered when it runs; used: those that some rank has tokens for, "
-        "once the router has chosen them, for few tokens per step",
+        description="which experts of a module are gathered when it runs; used: once the router has chosen, only those "
+        "that some rank has tokens for; meant for few tokens per step",
     )
 
 
@@ -266,7 +266,7 @@ class ActivationsConfig(_Section):
     """Activations that sequence parallelism (DeepSpeed-Ulysses) exchanges around attention, and AutoEP's tokens."""
 
     wire_format: Literal["none", "fp8", "detect"] = Field(
-        "none", description="fp8: E4M3 forward and E5M2 backward, a scale per token; detect: where the job has it"
+        "none", description="fp8: E4M3 forward, E5M2 backward, a scale per token; detect: fp8 if a job exchanges any"
     )
 
 
@@ -274,12 +274,12 @@ class ReportConfig(_Section):
     """Lines that rank 0 prints while it trains."""
 
     every: Annotated[int, Strict(), Field(ge=0)] = Field(
-        100, description="steps between two lines with the bytes on the wire; 0: none"
+        100, description="steps between two lines with the bytes that were sent; 0: no lines"
     )
     diagnose: Flag = Field(
         True,
-        description="measure in steps 4 to 7 what bounds a step, and say it once where it is not the links between "
-        "nodes, or something of it is not quantized; see [Troubleshooting](troubleshooting.md#no-speed-up)",
+        description="measure in steps 4 to 7 what limits a step, and print it once if it is not the links between "
+        "nodes, or if they send unquantized numbers; see [Troubleshooting](troubleshooting.md#no-speed-up)",
     )
 
 
@@ -287,19 +287,19 @@ class NumericsConfig(_Section):
     """Measure how rounding affects a run; see [Numerics](numerics.md). Switched-off parts cost nothing."""
 
     every: Annotated[int, Strict(), Field(ge=0)] = Field(
-        0, description="steps between two samples of signal-to-noise, amax and lost values, layer by layer; 0: none"
+        0, description="steps between two samples of signal-to-noise, amax and lost values per layer; 0: no samples"
     )
     parts: PositiveInt = Field(
-        8, description="a sample looks at one in so many of the gather units that round something, which take turns"
+        8, description="a sample measures one in this many of the gather units that round something; they take turns"
     )
-    file: str = Field("numerics.jsonl", description="what rank 0 appends samples to, a line of JSON each")
+    file: str = Field("numerics.jsonl", description="file to which rank 0 appends samples, one line of JSON each")
     watch: Literal["none", "stop", "fall_back"] = Field(
         "none",
-        description="what is done where a loss jumps, or something is not finite: the run ends with an error, or goes "
-        "on with what travels, gradients and GEMMs in 16 or 32 bits",
+        description="what happens if a loss jumps or something is not finite; stop: the run ends with an error; "
+        "fall_back: it goes on, with what is sent, gradients and GEMMs in 16 or 32 bits",
     )
     spike: Annotated[float, Strict(), Field(ge=1, allow_inf_nan=False)] = Field(
-        8.0, description="a jump is so many standard deviations above the mean of the last 32 losses"
+        8.0, description="a loss jumps if it is this many standard deviations above the mean of the last 32"
     )
 
 
@@ -313,7 +313,7 @@ class PluginConfig(_Section):
     """A complete, checked configuration. Only `resolve()` should make it."""
 
     enabled: Flag = Field(True, description="false: stock DeepSpeed")
-    recipe: str | None = Field(None, description="the name of what fills all fields; one that is set by hand wins")
+    recipe: str | None = Field(None, description="the recipe that fills all fields; a field that is set by hand wins")
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
     secondary: SecondaryConfig = SecondaryConfig()
@@ -321,16 +321,16 @@ class PluginConfig(_Section):
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     partition: Literal["slice", "whole_tensor"] = Field(
-        "slice", description="slice: every rank has a piece of every tensor, as in stock; or each tensor has one owner"
+        "slice", description="slice: ranks share each tensor, as in stock; whole_tensor: each tensor has one owner"
     )
     partition_split: Literal["balance", "none"] = Field(
-        "balance", description="whether whole tensors may be cut by rows, so that ranks have as much each"
+        "balance", description="balance: whole tensors may be cut by rows, so that all ranks have equally much"
     )
     frozen: FrozenConfig = FrozenConfig()
     experts: ExpertsConfig = ExpertsConfig()
     activations: ActivationsConfig = ActivationsConfig()
     gather_granularity: Literal["block", "module", "parameter"] = Field(
-        "block", description="what is gathered at once; block: a transformer block"
+        "block", description="what is gathered together; block: a transformer block"
     )
     compile: Literal["none", "blocks"] = Field(
         "none", description="blocks: torch.compile each transformer block, between the hooks that gather for it"
