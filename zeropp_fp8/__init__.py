@@ -92,7 +92,7 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True, graph
     Args:
         engine: a DeepSpeed engine with the plugin active, with an optimizer or without; its module; or a Trainer.
         weights: what stays on each rank. "values": all weights in their dtype, as fast as a model without DeepSpeed.
-            "codes": linear layers' weights as codes, as they are stored or travel: a half to a quarter of the memory;
+            "codes": linear layers' weights as codes, as they are stored or sent: a half to a quarter of the memory;
             on a GPU a product of few rows uses the codes themselves, otherwise the weights of one block at a time are
             decoded. "sharded": nothing; every token gathers all weights (within the node, if there is a secondary
             shard), and ranks generate in step. "auto": the first of these that takes at most half of the free

@@ -119,11 +119,11 @@ def test_layers_that_make_a_loss_infinite_are_halved_too(guilty):
     ("section", "words"),
     [
         ({"recipe": "lossless"}, ["nothing is in low precision"]),
-        ({"recipe": "lossless", "optimizer": {"exp_avg_format": "fp8_e4m3"}}, ['"optimizer", stays rounded']),
-        ({"frozen": {"format": "nf4"}}, ['"frozen", stays rounded']),
+        ({"recipe": "lossless", "optimizer": {"exp_avg_format": "fp8_e4m3"}}, ['by "optimizer" stays rounded']),
+        ({"frozen": {"format": "nf4"}}, ['by "frozen" stays rounded']),
         (
             {"optimizer": {"master_format": "fp16"}, "frozen": {"format": "nf4"}},
-            ['what rests, as "optimizer" and "frozen", stays'],
+            ['what is stored by "optimizer" and "frozen" stays'],
         ),
         ({"secondary": {"scope": "node"}}, ["nothing is in low precision"]),
         ({"secondary": {"scope": "node"}, "weights": {"difference": "exact"}}, ["nothing is in low precision"]),

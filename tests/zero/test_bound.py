@@ -76,14 +76,17 @@ GRADIENTS, BOTH = ("between",), ("weights", "within", "between")
             "no speed-up yet: bytes between nodes are not few: "
             "in steps 4 to 7 of 200.0 ms links between nodes are busy "
             '80 % (without them at most 5.00 x as fast). What bounds them: these links. "gradients.inter_format" is '
-            '"none", so 16 or 32 bits per number travel: set it, or recipe "zeropp".',
+            '"none", so 16 or 32 bits per number are sent: set it, or recipe "zeropp".',
         ),
         ({"between": 0.8, "full": BOTH}, '"weights.format" and "gradients.inter_format" are "none"'),
         # Links within nodes have the other hop's format.
         ({"within": 0.8, "full": ("within",)}, '"gradients.intra_format" is "none", so'),
         ({"nodes": 1, "per_node": 8, "between": 0.0, "within": 0.8, "full": BOTH}, 'or recipe "zeropp-pcie"'),
         ({"full": BOTH}, 'FP8 products, or a smaller batch per GPU, change that. Besides, "weights.format" and'),
-        ({"between": 0.9, "message_bytes": 2e4, "full": GRADIENTS}, "so 16 or 32 bits per number travel, as in stock"),
+        (
+            {"between": 0.9, "message_bytes": 2e4, "full": GRADIENTS},
+            "so 16 or 32 bits per number are sent, as in stock",
+        ),
     ],
 )
 def test_what_is_not_quantized_is_named_with_its_key(case, says):

@@ -229,7 +229,7 @@ GRADIENTS: Rules = {
 def _why_nothing_falls_back(c: Any) -> str:
     resting = {"optimizer": c.stores_states_in_low_precision, "frozen": c.frozen.format != "none"}
     rests = " and ".join(f'"{name}"' for name, is_set in resting.items() if is_set)
-    return f"what rests, as {rests}, stays rounded" if rests else "nothing is in low precision"
+    return f"what is stored by {rests} stays rounded" if rests else "nothing is in low precision"
 
 
 # {field: (what it belongs to, whether that is there)}
@@ -334,8 +334,8 @@ DIFFERENCES: Rules = {
     '"weights.format": "{it}"; set that to "none", "int8" or "fp8_e4m3", or remove one of the two': lambda c: (
         c.weights.difference == "exact" and _first({c.weights.format} - {"none", "int8", "fp8_e4m3"})
     ),
-    '"{S}.weights.difference" with "weights.format": "fp8_e4m3" and FP8 layers, whose codes travel without scales, is '
-    'of whole tensors; set "partition": "whole_tensor", or remove it': lambda c: (
+    '"{S}.weights.difference" with "weights.format": "fp8_e4m3" and FP8 layers, whose codes are sent without scales, '
+    'is of whole tensors; set "partition": "whole_tensor", or remove it': lambda c: (
         c.weights.difference == "exact"
         and c.weights.format == "fp8_e4m3"
         and c.computes_in_low_precision

@@ -203,7 +203,7 @@ def _slow_exchanges(found: Diagnosis) -> list[Problem]:
     return [
         Problem(
             f"between nodes an all-to-all moves {between['all_to_all_gbs']:.3g} GB/s where an all-gather moves "
-            f"{between['all_gather_gbs']:.3g}: gradients and whole tensors travel so",
+            f"{between['all_gather_gbs']:.3g}: gradients and whole tensors are sent by all-to-all",
             "if these links are TCP, where a channel of NCCL has one socket, set NCCL_SOCKET_NTHREADS=4 and "
             "NCCL_NSOCKS_PERTHREAD=4 on all ranks (their product is at most 64)",
             serious=False,

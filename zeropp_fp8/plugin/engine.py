@@ -84,7 +84,7 @@ def _refuse_left_over(model) -> None:
     stored = next((n for n, p in model.named_parameters() if sharded.rests_as_codes(p)), None)
     if stored is not None and param is None:
         raise ConfigError(
-            f"{stored} rests as codes of the frozen store, which stock DeepSpeed would take for numbers; add the "
+            f"{stored} is stored as codes (frozen store), which stock DeepSpeed would take for numbers; add the "
             f'"{SECTION}" section with which the model was made to this ds_config, or make the model without '
             '"frozen.format"'
         )

@@ -168,7 +168,7 @@ def explained(shares: StepShares, session: Session) -> str | None:
         says = "no speed-up yet: bytes between nodes are not few"
     if full:
         are, them = ("are", "them") if len(full) > 1 else ("is", "it")
-        bits = f'{" and ".join(full)} {are} "none", so 16 or 32 bits per number travel'
+        bits = f'{" and ".join(full)} {are} "none", so 16 or 32 bits per number are sent'
         if (between_bounds or within_bounds) and not small:
             why += f'. {bits}: set {them}, or recipe "{"zeropp" if topology.nodes > 1 else "zeropp-pcie"}"'
         else:

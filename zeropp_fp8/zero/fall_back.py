@@ -24,15 +24,15 @@ def what_falls_back(session: Session) -> str:
     hops = {"within nodes": formats.within, "between nodes": formats.between}
     levels = {"within nodes": session.topology.ranks_per_node, "between nodes": session.topology.nodes}
     gradients = [f"{one.name} {hop}" for hop, one in hops.items() if one is not None and levels[hop] > 1]
-    named = [f"weights that travel ({weights.name})"] if several and weights is not None else []
-    named += [f"gradients that travel ({', '.join(gradients)})"] if gradients else []
+    named = [f"weights that are sent ({weights.name})"] if several and weights is not None else []
+    named += [f"gradients that are sent ({', '.join(gradients)})"] if gradients else []
     named += [part.gives_up for part in reversed(session.parts) if part.gives_up]
     states, kept = session.state_formats, []
     if states is not None:
         kept.append(f"master weights and moments ({states.master}, {states.exp_avg}, {states.exp_avg_sq})")
     if config.frozen.format != "none":
         kept.append(f"frozen weights ({config.frozen.format})")
-    said = f"{', '.join(named)}: 16 or 32 bits" if named else "nothing goes to 16 or 32 bits, for nothing travels"
+    said = f"{', '.join(named)}: 16 or 32 bits" if named else "nothing goes to 16 or 32 bits, as nothing is sent"
     return f"{said}; {', '.join(kept)}: as before" if kept else said
 
 

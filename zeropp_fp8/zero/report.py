@@ -53,7 +53,7 @@ def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
         if unit.travels_as_operand(param):
             sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"
             what = f"{wire_format.name}, a scale per {gatherer.route.gemm_weights.granularity}"
-            by_format[what, f"GEMM operands as they come{sorted_first}"].append(param)
+            by_format[what, f"GEMM operands as received{sorted_first}"].append(param)
             continue
         reasons = (_why(session, unit, param, wire_format), without_kernel(session.device, wire_format))
         by_format[repr(wire_format), "; ".join(filter(None, reasons))].append(param)
@@ -71,7 +71,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
     if weights.format == "none" and unit.difference.is_on:
         return "in each node, where differences are added to them"
     if not wire_format.is_exact:
-        return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
+        return "" if param.requires_grad else "frozen; stored in 16 or 32 bits"
     if is_vector(sharded.shape(param)) and weights.format != "none":
         return "fewer than 2 dimensions: norms and biases stay in high precision"
     return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
@@ -82,7 +82,7 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
     config, rows = session.config, []
     if session.secondary_ranks is None:
         one_node = session.topology.nodes == 1
-        remark = "one node: every shard is in it already" if one_node else "backward gathers cross the network again"
+        remark = "one node: every shard is in it already" if one_node else "backward gathers between nodes again"
         rows.append(("secondary shard", "none", 0, remark))
     else:
         kept = sum(unit.numel for unit in gatherer.units if unit.keeps_secondary)
@@ -146,14 +146,14 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     if session.config.weights.difference != "exact":
         return []
     if not session.formats.differs:
-        one_node = "one rank or one node: no copy that differences could be added to; weights travel as they are"
+        one_node = "one rank or one node: no copy that differences could be added to; weights are sent as they are"
         return [("weight differences", "none", 0, one_node)]
     units = [unit for unit in gatherer.units if unit.difference.is_on]
     params = [p for unit in units for p in unit.params]
     held = sum(unit_of(p).route.reached * unit_of(p).bytes_of(p) for p in params) / GIGA
     name = session.config.weights.format
     bits = ", ".join(f"{difference_bits(rate, name):.2g} at {rate:g}" for rate in (1e-6, EXPECTED_RATE, 1e-4))
-    remark = f"{len(params)} tensors; all of them cross at start, then (AdamW) bits by learning rate, {bits}"
+    remark = f"{len(params)} tensors; sent whole at start, then bits per weight by AdamW's learning rate: {bits}"
     numel = sum(map(sharded.numel, params))
     return [("weight differences", "exact", numel, f"{remark}; added to copies of {held:.3g} GB per rank")]
 

@@ -245,8 +245,8 @@ def test_the_start_table(sent):
     _, _, table = sent[0][1]
     assert re.search(r"weights +bfloat16 +\d+  \d+ tensors; in each node, where differences are added to them", table)
     assert re.search(
-        r"weight differences +exact +\d+  \d+ tensors; all of them cross at start, then \(AdamW\) bits by learning "
-        r"rate, 0.2 at 1e-06, 0.75 at 1e-05, 2.7 at 0.0001; added to copies of 0.000124 GB per rank",
+        r"weight differences +exact +\d+  \d+ tensors; sent whole at start, then bits per weight by AdamW's "
+        r"learning rate: 0.2 at 1e-06, 0.75 at 1e-05, 2.7 at 0.0001; added to copies of 0.000124 GB per rank",
         table,
     )
     table = run_ranks(jobs.table_of, world=2, ranks_per_node=2)[0]

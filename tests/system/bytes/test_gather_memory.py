@@ -8,7 +8,7 @@ from ranks import run_ranks
 ONE_NODE = {"topology": {"ranks_per_node": 4}}
 NO_COPY = {"secondary": {"scope": "none"}}
 INT4 = {"frozen": {"format": "int4", "block_size": 16}}
-IN_IT, ACROSS = "none one node: every shard is in it already", "none backward gathers cross the network again"
+IN_IT, ACROSS = "none one node: every shard is in it already", "none backward gathers between nodes again"
 LORA = {"lora": True, "hidden": 64}
 NUMEL = 2 * 4096 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 88 + 2 * 32) + 32  # of gather_memory_jobs.large_vocabulary
 

@@ -26,7 +26,7 @@ def test_the_operand_is_the_gathered_payload(scaling, numbers):
     )[0]
     assert shared == [True] * 14 and count == 14
     assert (after_step, in_next_forward) == ([], [numbers or 2 * per_layer])
-    assert "GEMM operands as they come\n" in text
+    assert "GEMM operands as received\n" in text
 
 
 def test_the_operand_lies_in_the_secondary_shard_of_a_rank():
@@ -43,7 +43,7 @@ def test_the_operand_lies_in_the_secondary_shard_of_a_rank():
 def test_two_hops_need_one_copy_and_the_table_says_so():
     shared, count, *_, text = run_ranks(jobs.operands_are_the_payload, compute=fp8("block"), node_size=2)[0]
     assert shared == [False] * 14 and count == 14
-    assert "GEMM operands as they come after one copy that sorts slices" in text
+    assert "GEMM operands as received after one copy that sorts slices" in text
 
 
 @pytest.mark.parametrize(

@@ -87,4 +87,4 @@ def test_checkpoints(tmp_path):
 
 def test_written_in_place():
     for said in itertools.chain(*run_two(jobs.written_in_place, kind="Mixtral", fields=FORMATS["int8"])):
-        assert "down_proj rests as int8 (block 32) codes and was written in place" in said
+        assert "down_proj is stored as int8 (block 32) codes and was written in place" in said

@@ -17,7 +17,7 @@ from ranks import run_ranks
     ids=["dropped", "node's copy", "kept gathered"],
 )
 def test_bad_input_loses_nothing(case):
-    key = "base_model.model.model.layers.1.self_attn.k_proj.weight rests as "
+    key = "base_model.model.model.layers.1.self_attn.k_proj.weight is stored as "
     for log in run_ranks(jobs.bad_input, world=2, **case):
         for message in log["trained"]:
             assert (
@@ -43,7 +43,7 @@ def test_engines_that_do_not_fit_are_refused():
         assert "was stored as int8 (block 16) codes" in log["other format"]
         assert "this engine asks for int4 (block 16)" in log["other format"]
         assert "this engine asks for none" in log["no format"]
-        assert "rests as codes of the frozen store, which stock DeepSpeed would take for numbers" in log["stock"]
+        assert "is stored as codes (frozen store), which stock DeepSpeed would take for numbers" in log["stock"]
         assert 'v_proj.weight is to be trained, and "frozen.modules" names it' in log["trained by name"]
         for message in log["names nothing"]:
             assert message.startswith(

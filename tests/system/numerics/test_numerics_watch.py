@@ -86,15 +86,15 @@ STATES = "master weights and moments (fp16, fp8_e4m3, fp16): as before"
 FALLEN = [
     (
         {"recipe": "zeropp", "ds": {"gradient_accumulation_steps": 2}},
-        "weights that travel (int8), gradients that travel (int8 within nodes, int4 between nodes): 16 or 32 bits",
+        "weights that are sent (int8), gradients that are sent (int8 within nodes, int4 between nodes): 16 or 32 bits",
     ),
     (
         {"recipe": "zeropp-pcie", "secondary": {"memory_gb": 7e-5}, "topology": {"ranks_per_node": 1}},
-        "weights that travel (int8), gradients that travel (int4 between nodes): 16 or 32 bits",
+        "weights that are sent (int8), gradients that are sent (int4 between nodes): 16 or 32 bits",
     ),
     (
         {"recipe": "zeropp", "secondary": {"scope": "none"}},
-        "weights that travel (int8), gradients",
+        "weights that are sent (int8), gradients",
     ),
     (
         {"recipe": "zeropp", "weights": {"format": "fp8_e4m3"}, **FP8_SMALL},  # operands travel
@@ -103,7 +103,7 @@ FALLEN = [
     ({"recipe": "mxfp8"}, "mxfp4 between nodes), GEMMs of linear layers (mxfp8_e4m3): 16 or 32 bits"),
     (
         {"recipe": "fp8-lm-o1", **FP8_SMALL},
-        "gradients that travel (fp8_e4m3 within nodes, fp8_e4m3 between nodes), gradients until the step (fp8_e4m3), "
+        "gradients that are sent (fp8_e4m3 within nodes, fp8_e4m3 between nodes), gradients until the step (fp8_e4m3), "
         "GEMMs of linear layers (fp8): 16 or 32 bits",
     ),
     (

@@ -54,7 +54,7 @@ def test_quantized_nontrainable_weights():
         assert wire_format.startswith("int8" if stored else "float32"), name
         assert at_rest[name] == (torch.uint8 if stored else torch.float32), name
     assert any(trainable.values()) and losses[1] == losses[1]
-    assert re.search(r"frozen store +int8 \(block 256\) +\d+  7 tensors, as they rest: 1\.0\d+ bytes per param", text)
+    assert re.search(r"frozen store +int8 \(block 256\) +\d+  7 tensors, stored in 1\.0\d+ bytes per param", text)
 
 
 def test_data_parallel_group_is_not_the_world():

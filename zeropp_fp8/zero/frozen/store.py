@@ -294,8 +294,8 @@ def check_untouched(param: Parameter) -> None:
         sharded.set_dropped(param, param.data.new_empty(0))
         stored.version = param._version
         raise RuntimeError(
-            f"{_name_of(param)} rests as {stored.wire_format!r} codes and was written in place, which would be lost: "
-            "write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+            f"{_name_of(param)} is stored as {stored.wire_format!r} codes and was written in place, which would be "
+            "lost: write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
         )
 
 
@@ -308,7 +308,7 @@ def check_usable(param: Parameter) -> None:
     stored = stored_weight(param)
     if param.requires_grad:
         raise RuntimeError(
-            f"{_name_of(param)} rests as {stored.wire_format!r} codes and cannot be trained; set "
+            f"{_name_of(param)} is stored as {stored.wire_format!r} codes and cannot be trained; set "
             f'requires_grad to False again, or leave it out of the store with "{SECTION}.frozen.skip_modules"'
         )
     if stored.holds_merged and stored.is_unmerged:

@@ -158,10 +158,10 @@ class Stored(Storage):
         for name, members in by_format.items():
             numel = sum(sharded.numel(p) for p in members)
             at_rest = sum(sharded.shard(p).numel() for p in members) * self.route.world_size / numel
-            remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes per parameter on all ranks together"]
+            remarks = [f"{len(members)} tensors, stored in {at_rest:.3f} bytes per parameter on all ranks together"]
             operands = sum(p in self.operands for p in members)
             if operands:
-                remarks.append(f"{operands} are GEMM operands as they rest")
+                remarks.append(f"{operands} are stored as GEMM operands")
             if operands < len(members) and not self._has_kernel(stored_weight(members[0]).wire_format):
                 remarks.append("no kernel for blocks this long: torch code, slower")
             rows.append(("frozen store", name, numel, "; ".join(remarks)))

@@ -68,7 +68,7 @@ class WeightSource:
             rounded once. "base": the same without adapters. "adapters": these alone, named as PEFT saves them.
         format: "none": in the dtypes that they have in training, every bit. "fp8": weights of linear layers as codes
             with scales (float8.py), adapters and everything else as with "none". What training multiplies as FP8 codes
-            that travel or rest is handed over as these codes, rounded once; what was merged is rounded from fp32.
+            that are sent or stored is handed over as these codes, rounded once; what was merged is rounded from fp32.
 
     Raises:
         ValueError: an engine without the plugin, another `weights` or `format`, or adapters that cannot be had so.

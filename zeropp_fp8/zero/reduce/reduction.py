@@ -92,7 +92,7 @@ class Reduction(StagePart):
             row_of_hop(session, "between nodes", formats.between, topology.nodes, self.trained_numel),
         ]
         if self.sums_numel:
-            remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
+            remark = "of several micro-batches, on a rank of the node; they are sent between nodes once per step"
             rows.append(("gradient sums", "16 or 32 bits", self.sums_numel, remark))
         return rows
 
@@ -201,7 +201,7 @@ class Reduction(StagePart):
         """
         if self._sums_rest and self.reducer.accumulated:
             raise RuntimeError(
-                "gradients of earlier micro-batches rest inside the node until the step, and one rank alone cannot "
+                "gradients of earlier micro-batches stay inside the node until the step, and one rank alone cannot "
                 "finish them: look at them with safe_get_full_grad on all ranks, or set "
                 f'"{SECTION}.gradients.accumulate_in": "world"'
             )

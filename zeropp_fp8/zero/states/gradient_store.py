@@ -64,7 +64,7 @@ class GradientStore(StagePart):
         partitions.update((sharded.key(p), self.view(p)) for p in params)
 
     def rows(self) -> list[Row]:
-        return [("gradients at rest", self.element, 0, "vectors, and sums over micro-batches, in 16 or 32 bits")]
+        return [("stored gradients", self.element, 0, "vectors, and sums over micro-batches, in 16 or 32 bits")]
 
     def formats_changed(self) -> None:
         """Hold gradients of matrices in 16 or 32 bits too, from now on."""
