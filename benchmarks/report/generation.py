@@ -82,6 +82,16 @@ def generation_graph(result: dict) -> str:
     return table(["", "ms per token", "host, ms", "kernels, ms"], rows)
 
 
+def generation_mixture(result: dict) -> str:
+    """Milliseconds a token of a mixture on one GPU, and memory."""
+    found, rows = by_run(result), []
+    for run in (run for run in LABELS if run in found):
+        row = found[run]
+        cells = [f"{row[key]:.1f}" for key in ("token_ms", "host_ms", "kernels_ms")]
+        rows.append([LABELS[run], *cells, f"{row['peak_bytes'] / GIB:.1f}"])
+    return table(["", "ms per token", "host, ms", "kernels, ms", "GiB at the peak"], rows)
+
+
 def used_experts(generated: dict, *trained: dict) -> str:
     """Bytes and times of a mixture with all experts and with those that are used, of two nodes of one rank."""
     found = by_run(generated)
@@ -108,6 +118,7 @@ BLOCKS = {
     "generation": Block(generation, FILES),
     "generation_says": Block(generation_says, FILES, sourced=False),  # the table above names them
     "generation_graph": Block(generation_graph, ("generation/h200-1-local-graph",)),
+    "generation_mixture": Block(generation_mixture, ("generation/h200-1-local-30b-a3b",)),
     "used_experts": Block(used_experts, USED_FILES),
     "generation_4_gpus": Block(generation_4_gpus, ("generation/h200-4-25gbit",)),
 }

@@ -159,6 +159,18 @@ def decode(decoding: dict, product: dict) -> str:
     return table(["", "decode a block, us", "of a copy's bandwidth", "product, us", "x bf16"], rows)
 
 
+def lora_mixture(nodes: dict, node: dict) -> str:
+    """QLoRA of a large mixture on two GPUs: as two nodes, and as one."""
+    rows = []
+    for result, label in ((nodes, "two nodes, 25 Gbit/s"), (node, "one node, NVLink")):
+        (line,) = result["comparison"]
+        sent = [f"{line['wire'][link] / 1e6:,.0f}" for link in ("inter", "intra")]
+        peak = f"{line['peak_bytes'] / GIB:.1f}"
+        rows.append([label, f"{line['step_ms']:,.0f}", f"{line['tokens_per_s']:,.0f}", *sent, peak])
+    return table(["", "ms per step", "tokens per s", "MB between nodes", "MB within nodes", "GiB per GPU"], rows)
+
+
+MIXTURE = ("lora_step/h200-2-25gbit-30b-a3b", "lora_step/h200-2-nvlink-30b-a3b")
 STEP = ("lora_step/h200-2-25gbit",)
 MEMORY = ("lora_memory/h200-1-local", "lora_memory/h200-1-local-second")
 LIMITS = ("lora_limits/h200-1-local-24gib", "lora_limits/h200-1-local")
@@ -167,6 +179,7 @@ DECODE = ("dequantize/h200-1-local", "quantized_linear/h200-1-local")
 # A paragraph has no source of its own where the table beside it names all of its files.
 BLOCKS = {
     "lora_step": Block(lora_step, STEP),
+    "lora_mixture": Block(lora_mixture, MIXTURE),
     "lora_step_says": Block(lora_step_says, STEP, sourced=False),
     "lora_memory": Block(lora_memory, MEMORY),
     "lora_memory_says": Block(

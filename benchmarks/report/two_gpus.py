@@ -175,6 +175,57 @@ def outcome(found: float, most: float) -> str:
     return "met" if found <= most else "missed"
 
 
+UNDER_FSDP2 = {
+    "fsdp2": "FSDP2",
+    "fsdp2-lossless": "FSDP2 with `lossless`",
+    "fsdp2-zeropp": "**FSDP2 with `zeropp`**",
+    "fsdp2-zeropp-exact": "FSDP2 with `zeropp-exact`",
+    "zeropp": "ZeRO-3 with `zeropp`",
+    "hsdp": LABELS["hsdp"],
+    "hsdp-zeropp": "a copy in each node, with `zeropp`",
+}
+
+
+def under_fsdp2(result: dict) -> str:
+    """Steps of two GPUs under FSDP2 with and without the collectives, beside their targets."""
+    found, rows = by_rate(result), []
+    for run, label in UNDER_FSDP2.items():
+        near, far = found.get((run, "nvlink")), found[run, 25.0]
+        cells = [f"{far['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{far['peak_gib']:.1f}"]
+        rows.append([label, "" if near is None else with_range(near), with_range(far), *cells])
+    ms = {run: found[run, 25.0]["step_ms"] for run in UNDER_FSDP2}
+    slower = found["fsdp2-zeropp", "nvlink"]["step_ms"] / found["fsdp2", "nvlink"]["step_ms"]
+    beside, copies = ms["fsdp2-zeropp"] / ms["zeropp"], ms["hsdp"] / ms["hsdp-zeropp"]
+    said = paragraph(
+        f"""Targets: at 25 Gbit/s at most 1.1 times the step of `zeropp` under ZeRO-3 ({beside:.2f},
+        {outcome(beside, 1.1)}) and HSDP's in less than 1 / 2.5 of its time with the same copies ({copies:.2f},
+        {outcome(-copies, -2.5)}; without copies {ms["hsdp"] / ms["fsdp2-zeropp"]:.2f}); over NVLink at most 1.05 times
+        FSDP2's step ({slower:.2f}, {outcome(slower, 1.05)})."""
+    )
+    return f"{table(['ms per step', 'NVLink', '25 Gbit/s', 'MB a node sends', 'GiB at the peak'], rows)}\n\n{said}"
+
+
+MIXTURE = {
+    "stock-leaf": "stock ZeRO-3, decoder layers as z3 leaf modules",
+    "fsdp2": "FSDP2",
+    "lossless-used": '`lossless`, `"experts": {"gather": "used"}`',
+    "zeropp-exact": "`zeropp-exact`",
+    "zeropp": "**`zeropp`**",
+}
+
+
+def mixture(result: dict) -> str:
+    """Steps of a mixture on two nodes of one GPU."""
+    found, rows = by_rate(result), []
+    for run, label in MIXTURE.items():
+        row = found[run, 25.0]
+        faster = found["stock-leaf", 25.0]["step_ms"] / row["step_ms"]
+        sent = f"{row['tx_bytes_per_node_step'] / 1e6:,.0f}"
+        rows.append([label, with_range(row), f"{faster:.2f}", sent, f"{row['peak_gib']:.1f}"])
+    head = ["25 Gbit/s", "ms per step", "x faster than stock", "MB a node sends", "GiB at the peak"]
+    return table(head, rows)
+
+
 def two_gpus(small: dict, large: dict) -> str:
     """Steps of two GPUs of one node, with and without compiled decoder layers."""
     columns = [
@@ -381,6 +432,8 @@ BLOCKS = {
             "bit_parity/h200-2-nvlink-exact",
         ),
     ),
+    "under_fsdp2": Block(under_fsdp2, ("two_nodes/h200-2-nvlink_25gbit-fsdp2",)),
+    "mixture": Block(mixture, ("two_nodes/h200-2-25gbit-mixture",)),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
     "over_nvlink": Block(over_nvlink, OVER_HOSTS),
     "over_nvlink_says": Block(over_nvlink_says, OVER_HOSTS, sourced=False),
