@@ -79,7 +79,7 @@ class Host:
         SecondaryShards(session).choose(self.units)
         model.register_forward_pre_hook(self._forward_begins, prepend=True)  # torch's gathers the root's weights
         model.register_state_dict_post_hook(lambda *_: self._may_be_written())
-        if session.topology.rank == 0:
+        if session.topology.rank == 0 and (replicas is None or replicas.topology.rank == 0):
             print("\n".join(table_of(session, self._rows())), flush=True)
         own = weakref.ref(self)
         before = register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(own, Host.step_begins, optimizer))
@@ -146,9 +146,13 @@ class Host:
                 check()
 
     def stepped(self, units: Sequence[FSDPUnit]) -> None:
-        """An optimizer has written parameters of these units."""
+        """An optimizer has written parameters of these units.
+
+        One without a pass before it is no step: torch.distributed.checkpoint makes it to have states to load into.
+        """
+        ledger = self.session.ledger
+        self._stepped = self._stepped or bool(units and (ledger.pending or ledger.world_size == 1))
         for unit in units:
-            self._stepped = True
             self.hops.cancel(unit)
             unit.known_version = unit.version
             unit.changed(by_step=True)

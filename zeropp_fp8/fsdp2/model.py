@@ -30,6 +30,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
     Raises:
         ConfigError: a module has several groups, collectives of another kind, or a tensor subclass that gathers itself.
     """
+    known: set[int] = set()  # modules that were sharded as a list share a group
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -52,7 +53,8 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
                     f"zeropp_fp8.fsdp2: {name or 'the model'} has parameters that bring a gather of their own (as "
                     "torchao's float8 with enable_fsdp_float8_all_gather); switch that off"
                 )
-        if groups:
+        if groups and id(groups[0]) not in known:
+            known.add(id(groups[0]))
             yield module, groups[0]
 
 
@@ -125,8 +127,15 @@ def apply(
     topology = {"ranks_per_node": ranks_per_node}
     groups = list(_groups_of(model))
     in_16_bits = any(dtype_of(g, member).itemsize == 2 for _, g in groups for member in g.fsdp_params)
-    ds_config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": in_16_bits}}
-    config = resolve({**ds_config, SECTION: {"recipe": recipe, "topology": topology, **section}})
+    ds_config = {"zero_optimization": {"stage": 3}, SECTION: {"recipe": recipe, "topology": topology, **section}}
+    try:
+        config = resolve({**ds_config, "bf16": {"enabled": in_16_bits}})
+    except ConfigError:
+        resolve({**ds_config, "bf16": {"enabled": True}})  # another fault is told as it is
+        raise ConfigError(
+            f"zeropp_fp8.fsdp2: {recipe} as asked for sends weights in 16 bits, and these are in 32: give fully_shard "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or take zeropp"
+        ) from None
     _refuse_what_is_of_zero(config)
     group, device = _shared(groups)
     replicas = None if replicate is None else _replicas(replicate, group, device)

@@ -49,7 +49,9 @@ class MeanOverReplicas:
         if is_whole and self._earlier is not None:
             gradients.copy_(self._earlier.add_(gradients))
             self._earlier = None
-        with self._host.session.ledger.counting("gradients"):
+        ledger = self._host.session.ledger
+        with ledger.counting("gradients"):
+            ledger.stock_would_send(2 * gradients.numel(), self._replicas.topology)  # HSDP's all-reduce
             self._reduce(gradients)
         if self._unit.group.gradient_divide_factor is not None:  # of the sum over all copies
             gradients.mul_(self._replicas.topology.nodes)

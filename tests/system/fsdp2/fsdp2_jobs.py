@@ -362,6 +362,26 @@ def resumed(recipe, fields=None):
     return went_on, (trained(other, data[2:], optimizer), full(other))
 
 
+def steps_after_loading():
+    """Steps that the report counts: after torch's state dict has made states by an empty step, and after two more."""
+    model = fsdp2.apply(sharded(), "zeropp")
+    optimizer = adamw(model)
+    get_state_dict(model, optimizer)
+    counted = [fsdp2.wire_report(model)["steps"]]
+    trained(model, batches(2, dist.get_rank()), optimizer)
+    return [*counted, fsdp2.wire_report(model)["steps"]]
+
+
+def in_a_list():
+    """(parameters of the start table, modules of it) of a model two of whose modules were sharded as one list."""
+    mesh, before = init_device_mesh("cpu", (dist.get_world_size(),)), len(printed())
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    fully_shard([model[1], model[2]], mesh=mesh)
+    fsdp2.apply(fully_shard(model, mesh=mesh), "lossless")
+    model(torch.ones(2, 8)).sum().backward()
+    return sum(p.numel() for p in model.parameters()), printed()[before:]
+
+
 def _gathering_itself():
     model = sharded()
     model.lm_head.weight._local_tensor.fsdp_pre_all_gather = None
@@ -386,7 +406,9 @@ def replicated(recipe, policy=None, make=llama, fields=None, skip=()):
     """(losses, weights, bytes of gradients between copies per step) with a copy in each half of the ranks."""
     model, more = on_copies(recipe, fields, policy=policy, make=make), {"skip": skip} if skip else {}
     losses = trained(model, list(batches(4, dist.get_rank())), **more)
-    return losses, full(model), fsdp2.wire_report(model)["per_step"]["gradients"]["inter"] if recipe else None
+    report = fsdp2.wire_report(model) if recipe else {}
+    sent = [report[table]["gradients"]["inter"] for table in ("per_step", "stock_per_step") if recipe]
+    return losses, full(model), *(sent or [None, None])
 
 
 def replicated_micro_batches(recipe, how, make=llama, change=None):
@@ -466,11 +488,18 @@ def refused():
         "field": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp", numerics={"every": 5})),
         "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),
         "exact in 32 bits": attempt(lambda: fsdp2.apply(sharded(), "zeropp-exact")),
+        "copies print once": _printed_by_copies(),
         "nodes": attempt(lambda: fsdp2.apply(sharded(), "zeropp", ranks_per_node=3)),
         "gathers itself": attempt(lambda: fsdp2.apply(_gathering_itself())),
         "not applied": attempt(lambda: fsdp2.wire_report(sharded())),
         "fewer ranks": attempt(lambda: loss_of(resharded, tokens).backward()),
     }
+
+
+def _printed_by_copies():
+    before = len(printed())
+    on_copies("zeropp")
+    return printed()[before:]
 
 
 def table():

@@ -128,3 +128,14 @@ def test_a_text_is_replaced_at_once(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         manifest.replace_file(path, "second")
     assert path.read_text() == "first"
+
+
+def test_folders_of_other_jobs_are_not_offered(tmp_path):
+    """In the folder itself, else in those of the same Trainer; what lies beside it may be of another job."""
+    for name, steps in (("mine/a", 5), ("mine/b", 7), ("other/a", 30), ("checkpoint-3/a", 3), ("checkpoint-6/a", 6)):
+        checkpoint(tmp_path / name, steps)
+    (tmp_path / "empty").mkdir()
+    assert manifest.last_complete(tmp_path / "mine", "b") == tmp_path / "mine/a"
+    assert manifest.last_complete(tmp_path / "other", "a") is None
+    assert manifest.last_complete(tmp_path / "empty", "a") is None
+    assert manifest.last_complete(tmp_path / "checkpoint-6", "a") == tmp_path / "checkpoint-3/a"

@@ -112,11 +112,12 @@ def damage(path: Path, saved: SavedFile, contents: bool = True) -> str | None:
 def last_complete(load_dir: Path, but: str) -> Path | None:
     """The newest checkpoint that has a manifest and all files of it in full size.
 
-    It is one in `load_dir` other than `but`, or else one in a folder beside `load_dir`: Hugging Face's Trainer makes a
-    folder for each.
+    It is one in `load_dir` other than `but`, or else one beside `load_dir` where that is a folder of Hugging Face's
+    Trainer, which makes one for each. Other folders may be of other jobs.
     """
     load_dir = load_dir.resolve()
-    for manifests in (load_dir.glob(f"*/{MANIFEST}"), load_dir.parent.glob(f"*/*/{MANIFEST}")):
+    beside = "checkpoint-*" if load_dir.name.startswith("checkpoint-") else load_dir.name
+    for manifests in (load_dir.glob(f"*/{MANIFEST}"), load_dir.parent.glob(f"{beside}/*/{MANIFEST}")):
         folders = [manifest.parent for manifest in manifests]
         found = [(_steps_if_complete(folder), folder) for folder in folders if folder != load_dir / but]
         found = [
