@@ -50,3 +50,14 @@ def test_recipes_train_like_stock(found, case):
 def test_compiled_blocks_are_compiled(found):
     """They round otherwise: the cases above would hold of blocks that are not, too."""
     assert found["stock, compiled"]["losses"] != found["stock"]["losses"]
+
+
+def test_accelerate(tmp_path):
+    """What Accelerate shards: `lossless` is its own training bit for bit, `zeropp` close to it in fewer bytes."""
+    found = results_of("accelerate_script", 2, tmp_path)
+    stock, exact, rounded = (found[recipe] for recipe in ("None", "lossless", "zeropp"))
+    assert (exact["losses"], exact["norms"]) == (stock["losses"], stock["norms"])
+    assert rounded["losses"] == pytest.approx(stock["losses"], rel=1e-2) and rounded["losses"] != stock["losses"]
+    assert all(result["sharded"].startswith("FSDP") for result in found.values())
+    sent = [sum(kind["inter"] for kind in result["bytes"].values()) for result in (exact, rounded)]
+    assert 0 < sent[1] < 0.5 * sent[0]
