@@ -1,4 +1,4 @@
-"""Trainings of a model that Accelerate shards by FSDP2, with and without the collectives; writes what was found as JSON.
+"""Trainings of a model that Accelerate shards by FSDP2, with and without the collectives; writes JSON of what was found.
 
 Started by test_gpu_fsdp2.py on two ranks as two nodes, which may share a GPU.
 """
@@ -36,6 +36,7 @@ def trained(accelerator: Accelerator, recipe: str | None) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    accelerator.free_memory()  # it finds the gradients to clip by the models that it knows, and knows one at a time
     found = {"losses": losses, "norms": norms, "sharded": type(model).__name__}
     return found if recipe is None else found | {"bytes": fsdp2.wire_report(model)["per_step"]}
 
