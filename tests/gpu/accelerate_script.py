@@ -1,4 +1,4 @@
-"""Trainings of a model that Accelerate shards by FSDP2, with and without the collectives; writes JSON of what was found.
+"""Trainings of a model that Accelerate shards by FSDP2, with and without the collectives; writes JSON of the results.
 
 Started by test_gpu_fsdp2.py on two ranks as two nodes, which may share a GPU.
 """
