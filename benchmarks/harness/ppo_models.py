@@ -174,14 +174,19 @@ def _trained_engine(model: nn.Module, config: dict, device: torch.device):
 
 
 def bytes_by_kind(models: FourModels) -> dict[str, int]:
-    """Bytes that this rank keeps: "weights", "states" and "secondary" as rlhf_step.py says."""
+    """Bytes that this rank keeps: "weights", "states" and "secondary" as rlhf_step.py says.
+
+    Codes that this rank stores in a copy are weights.
+    """
     engines = models.engines
-    weights = _storages(getattr(p, "ds_tensor", p) for engine in engines for p in engine.module.parameters())
-    held = _storages(tensor for engine in engines for tensor in _secondary_shards(engine))
+    shards = [getattr(p, "ds_tensor", p) for engine in engines for p in engine.module.parameters()]
+    copies = _storages(tensor for engine in engines for tensor in _secondary_shards(engine))
+    in_copies = sum(shard.nbytes for shard in shards if shard.untyped_storage().data_ptr() in copies)
+    apart = sum(size for place, size in _storages(shards).items() if place not in copies)
     return {
-        "weights": sum(weights.values()),
+        "weights": apart + in_copies,
         "states": sum(_state_bytes(engine.optimizer) for engine in (models.actor.engine, models.critic.engine)),
-        "secondary": sum(held.values()),
+        "secondary": sum(copies.values()) - in_copies,
     }
 
 

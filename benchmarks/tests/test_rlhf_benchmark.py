@@ -57,8 +57,8 @@ def test_bytes_and_phases(run):
     states = {"fp8-lm": 6, "qlora": 12}.get(run, 14)
     assert kinds["states"] == pytest.approx(states * TRAINED[run] / 2, rel=5e-3)
     assert (row["built"]["states"] < kinds["states"]) == (run != "fp8-lm")  # AdamW's moments come with the first step
-    # A node has a copy of the frozen codes, and one in 8 bits of what is not stored.
-    copy, others = 2 * LINEAR * NF4, ACTOR + CRITIC - 2 * LINEAR + 4 * ADAPTER + 2 * HEAD
+    # A node has a copy of the frozen codes, half of which are this rank's own, and one in 8 bits of what is not stored.
+    copy, others = LINEAR * NF4, ACTOR + CRITIC - 2 * LINEAR + 4 * ADAPTER + 2 * HEAD
     assert kinds["secondary"] == 0 if run != "qlora" else copy < kinds["secondary"] < copy + 1.2 * others
     for phase in ("experience", "training"):
         times = row[f"{phase}_times_ms"]
