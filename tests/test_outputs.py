@@ -86,7 +86,7 @@ def test_json_goes_to_a_file_or_to_stdout_in_all_commands(tmp_path, capsys, monk
         "reference": ["reference", "--steps", "1"],
         "bisect": ["bisect", "--by", "grad_norm"],
     }
-    assert commands.keys() == COMMANDS.keys()
+    assert commands.keys() == COMMANDS.keys() - {"export"}  # a checkpoint is all that it writes
     for name, words in commands.items():
         said = {}
         for target in ([], ["--json"], ["--json", str(tmp_path / "found.json")]):

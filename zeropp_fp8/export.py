@@ -1,6 +1,6 @@
 """A copy of a DeepSpeed checkpoint in which frozen weights are numbers: stock DeepSpeed and zero_to_fp32 read it.
 
-    python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER [--tag TAG] [--trust]
+    python -m zeropp_fp8 export CHECKPOINT NEW_FOLDER [--tag TAG] [--trust]
 
 The export decodes weights that were saved as codes to the dtype that the model computed with, and cuts them into the
 slices that DeepSpeed gives to each rank. It copies all else as it is: optimizer states, adapters, other files, and the
@@ -13,7 +13,6 @@ of, unless --trust is given. It fills NEW_FOLDER when the copy is complete; if i
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeropp_fp8.outputs import Parser
 from zeropp_fp8.zero.checkpoint.manifest import MANIFEST, damage, describe_file, read_manifest, write_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS, SavedParameter, SavedRanks, read_states, slice_of
@@ -62,7 +62,8 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None =
     saved = {mp: SavedRanks(lambda rank, of=of: str(of[rank]), len(of), {}, trust) for mp, of in files.items()}
     decoded = sum(isinstance(part, QuantizedFragment) for ranks in saved.values() for part in ranks.of_rank(0).values())
     if not decoded:
-        raise ValueError(f"{folder} holds no weights as codes: DeepSpeed reads it as it is")
+        why = "a Trainer with PEFT leaves frozen weights out: its checkpoints have adapters only"
+        raise ValueError(f"{folder} holds no weights as codes: DeepSpeed reads it as it is ({why})")
     states = {path.name for of in files.values() for path in of.values()}
     # Use an existing folder, if possible `out` itself, which may be a file system of its own.
     beside = next(place for place in (out.resolve(), *out.resolve().parents) if place.is_dir())
@@ -152,7 +153,7 @@ def _mapped(values: Tensor, path: Path) -> Tensor:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line; ends with status 1 and a message on stderr where `export_checkpoint` raises."""
-    parser = argparse.ArgumentParser(prog="python -m zeropp_fp8.export", description=__doc__.partition("\n")[0])
+    parser = Parser("export", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder that save_checkpoint was given")
     parser.add_argument("out", metavar="NEW_FOLDER", help="a folder that is not there yet, or empty")
     parser.add_argument("--tag", help="which checkpoint in it; without, the one that its file `latest` names")

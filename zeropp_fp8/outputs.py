@@ -26,8 +26,8 @@ class Parser(argparse.ArgumentParser):
     """A command-line parser that refuses wrong arguments in one line, with status 2."""
 
     def __init__(self, command: str, text: str | None) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=f"python -m zeropp_fp8 {command}", description=text, formatter_class=formatter)
+        prog, formatter = f"python -m zeropp_fp8 {command}", argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=text, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog.split()[-1]}: {message}", file=sys.stderr)

@@ -308,6 +308,8 @@ def test_alone(capsys, tmp_path, monkeypatch):
         (["plann"], 'there is no command "plann" (did you mean "plan"?); there are doctor, check, plan,'),
         ([], "usage: python -m zeropp_fp8 COMMAND"),
     ],
+        (["plan", "--ranks", "2"], "plan: unrecognized arguments: --ranks 2"),  # not short for --ranks-per-node
+        (["export", "checkpoint", "out", "--tru"], "export: unrecognized arguments: --tru"),
 )
 def test_wrong_commands(words, message, capsys):
     with pytest.raises(SystemExit) as ended:

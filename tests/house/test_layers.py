@@ -20,7 +20,7 @@ _BASE = _READ_BY_ALL | {"kernels", "formats"}
 _MIDDLE = _BASE | {"comm", "compute", "optim", "sharded"}
 MAY_IMPORT = {
     "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
-    "export": _MIDDLE | {"zero"},
+    "export": _MIDDLE | {"zero", "outputs"},
     "run": {"", "children"},
     "__main__": {"", "doctor"},
     "numerics": _MIDDLE | {"zero", "outputs"},
