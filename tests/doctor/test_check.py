@@ -476,8 +476,14 @@ def test_costs_are_the_plans(tmp_path, capsys):
 
     path.write_text(json.dumps(ds_config({"recipe": "qlora"}, **BATCH)))
     with pytest.raises(SystemExit) as ended:
-        command(words)
-    assert ended.value.code == 2 and "check: qlora: its codes are of frozen weights" in capsys.readouterr().err
+        command([*words, "--json", str(out)])
+    text, found = capsys.readouterr().out, json.loads(out.read_text())
+    assert ended.value.code == 0 and "recipe      qlora" in text and text.endswith("no problem found\n")
+    assert (
+        "\nnote: no estimate: qlora: its codes are of frozen weights; a full training has none: give --lora-rank"
+        in text
+    )
+    assert "--methods" not in text and (found["job"], found["cost"]) == (None, [])
 
 
 def adam(rate, kind="AdamW"):

@@ -345,8 +345,8 @@ def test_command_line_checks_results_of_lora(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "qlora"], "qlora: its codes are of frozen weights, and a full training has none; give --lora"),
-        (["--lora-rank", "8", "--methods", "fsdp2"], "fsdp2: its LoRA is not modelled; take --methods out of stock,"),
+        (["--methods", "qlora"], "qlora: its codes are of frozen weights; a full training has none: give --lora"),
+        (["--lora-rank", "8", "--methods", "fsdp2"], "fsdp2: its LoRA is not modelled; that of stock,"),
         (["--lora-rank", "8", "--methods", "fp8-lm"], "fp8-lm: its LoRA is not modelled"),
         (["--lora-rank", "8", "--methods", "zeropp-compiled"], "zeropp-compiled: its LoRA is not modelled"),
         (["--lora-rank", "0"], "--lora-rank: 0: give a whole number from 1"),

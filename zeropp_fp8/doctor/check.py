@@ -7,7 +7,6 @@ python -m zeropp_fp8 check ds_config.json --model meta-llama/Llama-3.1-8B --rank
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -259,9 +258,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             found.job, found.cost = cost_of(found.config, as_if_filled(load_ds_config(arguments.ds_config)), arguments)
         except PlanError as error:
-            print(f"check: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
-        if arguments.ranks is None:
+            found.problems.append(Problem(f"no estimate: {error}", serious=False))
+        if found.job is not None and arguments.ranks is None:
             nodes = f"{found.job.cluster.nodes} node(s) of {found.job.cluster.ranks_per_node} rank(s)"
             found.problems.append(Problem(f"the step is that of {nodes}", "give --ranks for yours", serious=False))
     with json_at(arguments.json) as known:

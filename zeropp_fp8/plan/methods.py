@@ -140,14 +140,11 @@ class Method:
     def check(self, job: Job) -> None:
         """Raise PlanError where this method does not train what the job trains, or is not modelled for it."""
         if job.lora is None and self.stored_bytes is not None:
-            raise PlanError(
-                f"{self.name}: its codes are of frozen weights, and a full training has none; give --lora-rank, or "
-                f"take it out of --methods"
-            )
+            raise PlanError(f"{self.name}: its codes are of frozen weights; a full training has none: give --lora-rank")
         if job.lora is not None and self.name.removesuffix(_WHOLE) not in LORA_METHODS:
             raise PlanError(
-                f"{self.name}: its LoRA is not modelled; take --methods out of {', '.join(LORA_METHODS)}, or leave out "
-                f"--lora-rank"
+                f"{self.name}: its LoRA is not modelled; that of {', '.join(LORA_METHODS)} is: take one of these, or "
+                f"leave out --lora-rank"
             )
 
     def copy_ranks(self, cluster: Cluster) -> int | None:
