@@ -452,6 +452,13 @@ def test_the_environment_names_a_recipe(monkeypatch, tmp_path, capsys):
     assert "recipe      zeropp (from ZEROPP_FP8_RECIPE)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("zero", [{"stage": 2}, {}, None])
+def test_other_stages_are_said_to_run_as_stock(zero):
+    """A section would be refused there."""
+    (said,) = texts(check({**BATCH, **({} if zero is None else {"zero_optimization": zero})}), serious=False)
+    assert f'the plugin: stage {2 if zero else 0} runs as stock: set "zero_optimization.stage" to 3, and add "' in said
+
+
 def test_costs_are_the_plans(tmp_path, capsys):
     """Accumulation and what stays gathered are the ds_config's; ranks of a node too, where it says them."""
     zero = {"stage3_max_live_parameters": 5e8, "stage3_max_reuse_distance": 3e8}

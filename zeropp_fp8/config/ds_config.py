@@ -13,7 +13,7 @@ from typing import Any
 import hjson
 
 from zeropp_fp8.config.sections import SECTION, InTreeKeys
-from zeropp_fp8.config.words import ConfigError, match
+from zeropp_fp8.config.words import ConfigError, at, match
 
 RECIPE_VARIABLE = "ZEROPP_FP8_RECIPE"  # a recipe for ds_configs without any word of the plugin; children inherit it
 # The four ZeRO++ keys of DeepSpeed itself, and the value that means "off". This project honours them and hides
@@ -93,9 +93,7 @@ def recipe_from_environment(ds_config: Mapping[str, Any]) -> str | None:
     It applies to every stage-3 ds_config, except one that has a `zeropp_fp8` section (even one that switches the plugin
     off) or asks for something by a ZeRO++ key: a job's own configuration wins.
     """
-    zero = ds_config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
-    if stage != 3 or SECTION in ds_config or asks_for_plugin(ds_config):
+    if at(ds_config, ("zero_optimization", "stage")) != 3 or SECTION in ds_config or asks_for_plugin(ds_config):
         return None
     return os.environ.get(RECIPE_VARIABLE) or None
 

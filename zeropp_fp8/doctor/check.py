@@ -86,9 +86,11 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
         unused = unused_fields(given.get(SECTION) or {}, found.config)
         remarks = [*unused, *_large_differences(found.config, given), *_coarse_gradients(found.config, given), *remarks]
     elif not is_asked(filled):
+        stage = at(filled, ("zero_optimization", "stage"))
+        first = "" if stage == 3 else f'stage {stage or 0} runs as stock: set "zero_optimization.stage" to 3, and '
         remarks = [
-            f'nothing in it asks for the plugin: add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if '
-            "it is to do something",
+            f'nothing in it asks for the plugin: {first}add "{SECTION}": {{"recipe": "zeropp"}}, or set '
+            f"{RECIPE_VARIABLE}, if it is to do something",
             *remarks,
         ]
     found.problems += [Problem(line, serious=False) for line in remarks]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import RECIPE_VARIABLE, SECTION, ConfigError, asks_for_plugin, load_ds_config, resolve
+from zeropp_fp8.config.words import at
 from zeropp_fp8.plugin.stock import checked
 from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_plugin
 
@@ -43,9 +45,11 @@ def choosing_init(stock_class, replace):
             for handle in module.__dict__.pop(ALONE, ()):
                 handle.remove()
         if plugin_config is None and self.global_rank == 0:
+            recipe, stage = os.environ.get(RECIPE_VARIABLE), at(config or {}, ("zero_optimization", "stage")) or 0
+            named = f"={recipe} is for stage 3 without a section" if recipe else " names no recipe"
             print(
-                f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
-                f"(or switches the section off), and {RECIPE_VARIABLE} names no recipe for it",
+                f'zeropp_fp8: stock DeepSpeed; the ds_config has stage {stage}, no "{SECTION}" section and no ZeRO++ '
+                f"key (or switches the section off), and {RECIPE_VARIABLE}{named}",
                 flush=True,
             )
 

@@ -30,4 +30,5 @@ def test_a_section_wins_over_the_variable():
 
 def test_another_stage_stays_stock_and_a_line_says_so():
     found = run("zeropp", stage=2)[0]
-    assert found["recipe"] is None and "ZEROPP_FP8_RECIPE names no recipe for it" in found["printed"]
+    assert found["recipe"] is None and "stock DeepSpeed; the ds_config has stage 2, no" in found["printed"]
+    assert "and ZEROPP_FP8_RECIPE=zeropp is for stage 3 without a section\n" in found["printed"]
