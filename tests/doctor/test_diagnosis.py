@@ -265,7 +265,7 @@ def test_wrong_options_of_the_doctor(words, said, capsys, monkeypatch):
 
 def test_alone(capsys, tmp_path, monkeypatch):
     """The command on one rank: its report, its file, its exit status; and one whose kernels differ."""
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "doctor.json"
     with pytest.raises(SystemExit) as ended:
@@ -273,9 +273,11 @@ def test_alone(capsys, tmp_path, monkeypatch):
     text = capsys.readouterr().out
     assert ended.value.code == 0 and text.endswith("no problem found\n")
     assert f"python {platform.python_version()}, zeropp_fp8 {zeropp_fp8.__version__}" in text
-    assert "not tested: there is no accelerator" in text and "7 B parameters" in text and "no GPU is here" in text
+    assert "not tested: there is no accelerator" in text and "7 B parameters" in text
+    assert "tokens per GPU (links as measured, computing as on an H200)\n" in text and "recommended" not in text
+    assert accelerator.os.environ["DS_ACCELERATOR"] == "cpu" and "DS_ACCELERATOR" not in text
     found = json.loads(path.read_text())
-    assert found["status"] == 0 and found["advice"] in text and found["nodes_from"] in text
+    assert found["status"] == 0 and found["recommended"] is found["advice"] is None and found["nodes_from"] in text
     assert found["hardware"] == asdict(diagnosis.replace(H200, link_efficiency=1.0))
     for row in found["recipes"]:
         memory = row["peak_bytes"] / 2**30
@@ -290,6 +292,7 @@ def test_alone(capsys, tmp_path, monkeypatch):
         command(["doctor"])
     text = capsys.readouterr().out
     assert ended.value.code == 1 and "DIFFER from those of the torch code (rank 0)" in text
+    assert "tokens per GPU (modelled)\n" in text and "\nnothing fits into 93.1 GiB per GPU: " in text
     assert "1. kernel: int8, encoded: 1 of 9 bytes differ: training would be wrong" in text
     with pytest.raises(SystemExit) as ended:
         command(["doctor", "--json", "/dev/full"])
@@ -305,11 +308,11 @@ def test_alone(capsys, tmp_path, monkeypatch):
         (["doctor", "--seconds", "-1"], "--seconds: -1: give a number at least 0"),
         (["doctor", "--timeout", "0"], "--timeout: 0: give a number above 0"),
         (["doctor", "--ranks-per-node", "0"], "--ranks-per-node: 0: give a whole number from 1"),
+        (["plan", "--ranks", "2"], "plan: unrecognized arguments: --ranks 2"),  # not short for --ranks-per-node
+        (["export", "checkpoint", "out", "--tru"], "export: unrecognized arguments: --tru"),
         (["plann"], 'there is no command "plann" (did you mean "plan"?); there are doctor, check, plan,'),
         ([], "usage: python -m zeropp_fp8 COMMAND"),
     ],
-        (["plan", "--ranks", "2"], "plan: unrecognized arguments: --ranks 2"),  # not short for --ranks-per-node
-        (["export", "checkpoint", "out", "--tru"], "export: unrecognized arguments: --tru"),
 )
 def test_wrong_commands(words, message, capsys):
     with pytest.raises(SystemExit) as ended:

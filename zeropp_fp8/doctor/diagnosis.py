@@ -25,7 +25,7 @@ from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
 from zeropp_fp8.outputs import STDOUT, Parser, file_to_write, json_at, labelled, number, said, whole
-from zeropp_fp8.plan import PRESETS, Cluster, Hardware, Job, PlanError
+from zeropp_fp8.plan import PRESETS, Cluster, Hardware, Job, PlanError, StepEstimate
 from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.hardware import preset_of
 from zeropp_fp8.plan.recommend import Advice, recommend
@@ -70,6 +70,7 @@ class Diagnosis:
     problems: list[Problem] = field(default_factory=list)
     job: Job | None = None
     hardware: Hardware | None = None
+    estimates: list[StepEstimate] = field(default_factory=list)
     advice: Advice | None = None
 
 
@@ -238,7 +239,7 @@ def hardware_of(found: Diagnosis) -> Hardware:
 
 
 def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
-    """Plan a step of each recipe here, where all links that there are were measured."""
+    """Plan a step of each recipe here, where all links that there are were measured; with a GPU recommend one."""
     nodes, per_node = found.nodes
     within, between = slowest(found, "within"), slowest(found, "between")
     if not nodes or (nodes > 1 and between is None) or (per_node > 1 and within is None):
@@ -249,7 +250,8 @@ def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
         found.job = plan.job_of(arguments, Cluster(nodes, per_node, gbit))
         sizes = [one["device"]["bytes"] for one in found.facts.values() if "bytes" in one["device"]]
         found.hardware = hardware_of(found)
-        found.advice = recommend(found.job, found.hardware, min(sizes, default=None))
+        advice = recommend(found.job, found.hardware, min(sizes, default=None))
+        found.estimates, found.advice = advice.estimates, advice if sizes else None
     except PlanError as error:
         found.problems.append(Problem(f"no plan: {error}", serious=False))
 
@@ -285,9 +287,10 @@ def report(found: Diagnosis) -> list[str]:
             )
             lines.append(("links", said))
     text = labelled(lines)
-    if found.advice is not None:
-        note = [] if on_gpus else ["computing as on an H200, because no GPU is here"]
-        text += ["", plan.steps_table(found.advice.estimates, found.job), found.advice.text, *note, ""]
+    if found.estimates:
+        how = "modelled" if found.advice else "links as measured, computing as on an H200"
+        advice = [found.advice.text] if found.advice else []
+        text += ["", plan.steps_table(found.estimates, found.job, how=how), *advice, ""]
     return [*text, *problem_lines(found.problems)]
 
 
@@ -312,7 +315,7 @@ def known(found: Diagnosis) -> dict[str, Any]:
         "links": {level: slowest(found, level) for level in LEVELS},
         "job": found.job,
         "hardware": found.hardware,
-        "recipes": advice.estimates if advice else [],
+        "recipes": found.estimates,
         "recommended": advice and advice.recipe,
         "advice": advice and advice.text,
     }
@@ -320,10 +323,7 @@ def known(found: Diagnosis) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run on this rank and end with the status that all ranks end with."""
-    from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
-
     arguments = parse(argv)
-    cpu_where_there_is_no_gpu()
     try:
         rank, world_size, local_rank = place_in_job()
         if rank == 0 and arguments.json not in (None, STDOUT):

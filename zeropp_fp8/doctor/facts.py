@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zeropp_fp8.config import PluginConfig, place_of
-from zeropp_fp8.doctor.accelerator import describe, device_of, rates
+from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu, describe, device_of, rates
 from zeropp_fp8.doctor.kernels import kernel_differences
 from zeropp_fp8.doctor.problems import Problem
 from zeropp_fp8.doctor.variables import variable_problems, variables
@@ -33,6 +33,7 @@ def facts_of(rank: int, local_rank: int, config: PluginConfig) -> dict[str, Any]
         "rates": None,
         "kernels_tested": False,
     }
+    cpu_where_there_is_no_gpu()  # it sets a variable, which the user has not
     problems += variable_problems(found["variables"])
     refused = deepspeed_problem()
     problems += [refused] if refused else []

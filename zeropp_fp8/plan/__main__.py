@@ -170,14 +170,14 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = COLUMNS) -> str:
-    """The job, and a line a method."""
+def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = COLUMNS, how: str = "modelled") -> str:
+    """The job, how its steps are known, and a line per method."""
     model, cluster = job.model, job.cluster
     link = f"{round(cluster.inter_gbit, 2):g} Gbit/s between nodes" if cluster.nodes > 1 else "one node"
     trains = f"LoRA of rank {job.lora.rank}, {job.trained_parameters / MEGA:.3g} M trained, " if job.lora else ""
     heading = (
         f"{model.parameters / GIGA:.3g} B parameters ({model.layers} layers, hidden {model.hidden}), {cluster.nodes} x "
-        f"{cluster.ranks_per_node} GPUs, {link}, {trains}{job.micro_batches} x {job.tokens} tokens per GPU (modelled)"
+        f"{cluster.ranks_per_node} GPUs, {link}, {trains}{job.micro_batches} x {job.tokens} tokens per GPU ({how})"
     )
     rows = [[cell(one, estimates[0]) for _, _, cell in columns] for one in estimates]
     names, units, _ = zip(*columns)
