@@ -117,8 +117,13 @@ def test_a_recipe_that_rounds_is_worth_it():
                 assert chosen <= step, f"{name} is worth it too"
         for one in advice.offered:
             assert one.step_s * (1 + SAME) <= chosen and one.method in advice.text
-        rounds = advice.recipe not in EXACT
-        assert rounds or "nothing to gain" in advice.text or "is faster by 15%" in advice.text
+        steps = [one.step_s for one in fits]
+        passed_over = [one for one in advice.estimates if one.step_s < chosen and one not in advice.offered]
+        assert ("no other that fits and rounds more is 15% faster" in advice.text) == bool(passed_over)
+        for one in (one for one in passed_over if one in fits):
+            assert one.step_s * (1 + SAME) > min(steps[: fits.index(one)])
+        sends_less = advice.recipe in EXACT and "wire" not in of_name[advice.recipe].bound
+        assert ("nothing to gain" in advice.text) >= sends_less
         seen |= {advice.recipe, *(one.method for one in advice.offered)}
     assert seen >= {"stock", "lossless", "zeropp", "zeropp-exact", "zeropp-4bit", PCIE, "qlora"}, seen
 

@@ -122,10 +122,10 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     if chosen.method in EXACT:
         if job.cluster.world_size == 1:
             text += "; nothing to gain by sending less: one rank sends nothing"
-        elif chosen.bound in (WIRE_INTER, WIRE_INTRA):
-            text += f"; no recipe that fits and learns the same is faster by {SAME:.0%}"
-        else:
+        elif chosen.bound not in (WIRE_INTER, WIRE_INTRA):
             text += f"; nothing to gain by sending less: {chosen.bound} bounds {chosen.unit}"
+    if any(one.step_s < chosen.step_s for one in found if one not in offered):
+        text += f"; no other that fits and rounds more is {SAME:.0%} faster than all that round less"
     if chosen.memory.secondary:
         bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits per parameter"
         text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB per GPU"
