@@ -97,7 +97,8 @@ def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, st
             )
     detected = configured == "detect"
     if not detected and configured > job_size:
-        raise ConfigError(f'{_KEY}: {configured} is more than the {job_size} ranks of the job; set it to "detect"')
+        sizes = " or ".join(str(each) for each in range(1, job_size + 1) if job_size % each == 0)
+        raise ConfigError(f'{_KEY}: {configured} is more than the {job_size} ranks of the job; use {sizes} or "detect"')
     nodes, hosts = Counter(place.node for place in places), Counter(place.host for place in places)
     if len(nodes) < len(list(groupby(place.node for place in places))):
         raise ConfigError(
