@@ -53,7 +53,7 @@ def test_compiled_blocks_are_compiled(found):
 
 
 def test_accelerate(tmp_path):
-    """What Accelerate shards: `lossless` is its own training bit for bit, `zeropp` close to it in fewer bytes."""
+    """A model that Accelerate shards: `lossless` trains as without it bit for bit, `zeropp` closely, in fewer bytes."""
     found = results_of("accelerate_script", 2, tmp_path)
     stock, exact, rounded = (found[recipe] for recipe in ("None", "lossless", "zeropp"))
     assert (exact["losses"], exact["norms"]) == (stock["losses"], stock["norms"])
