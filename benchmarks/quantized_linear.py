@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantized_linear --out quantized_linear.json
     python -m benchmarks.quantized_linear --sweep --rows 1 16 --formats int4 "nf4 double"   # which launches suit a GPU
+    python -m benchmarks.quantized_linear --experts 128 --shapes 1536x2048 2048x768 --rows 8 64 256 512  # of a stack
 
 On a GPU the Triton kernels, captured in a CUDA graph that goes through several copies of each weight, together far
 larger than the L2 cache, so that each is read from memory and the host's time does not count; on a CPU the torch code
@@ -209,6 +210,43 @@ def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.
     return {"copy_gb_per_s": copy, "rows": rows}
 
 
+def stacks(
+    shape: tuple[int, int],
+    experts: int,
+    counts: Sequence[int],
+    names: Sequence[str],
+    device: torch.device,
+    repeats: int,
+) -> list[dict]:
+    """Rows that go through one expert each, at random: by the kernel, and by decoding all for torch's product."""
+    from zeropp_fp8.kernels.linear.quantized_linear import QuantizedStack
+
+    rows, generator = [], torch.Generator(device=device).manual_seed(2)
+    for name in names:
+        weights = Weights((experts * shape[0], shape[1]), name, device)
+        decode, layers = weights.decoder(), [QuantizedStack(weight, experts) for weight in weights.weights]
+        for count in counts:
+            x = torch.randn(count, shape[1], generator=generator, device=device).bfloat16()
+            expert_of = torch.randint(experts, (count,), generator=generator, device=device).sort().values
+            ends = torch.bincount(expert_of, minlength=experts).cumsum(0).int()
+
+            def grouped(weight: QuantizedWeight) -> torch.Tensor:
+                values = decode(weight).view(experts, *shape)  # noqa: B023
+                return F.grouped_mm(x, values.transpose(1, 2), offs=ends)  # noqa: B023
+
+            wanted, got = grouped(weights.weights[0]).float(), layers[0](x, expert_of).float()
+            if not (got - wanted).norm() < 2**-7 * wanted.norm():
+                raise SystemExit(f"{name} {shape}: {count} rows of {experts} experts are off")
+            us = microseconds(lambda layer: layer(x, expert_of), layers, device, repeats)  # noqa: B023
+            decoded = microseconds(grouped, weights.weights, device, repeats)
+            what = {"shape": f"{shape[0]}x{shape[1]}", "experts": experts, "rows": count, "what": name}
+            rows.append({**what, "us": us, "decoded_us": decoded, "speed_up": decoded / us})
+            print(
+                f"{what['shape']:<12}{count:>5} rows  {name:<14}{us:>9.1f} us, decoded {decoded:>9.1f} us", flush=True
+            )
+    return rows
+
+
 def line(row: dict) -> str:
     rows = f"{row['rows']} rows"
     return (
@@ -274,9 +312,12 @@ def main() -> None:
         help="OUTPUTSxINPUTS",
     )
     parser.add_argument("--rows", type=whole(1), nargs="+", default=ROWS if on_gpu else (1, 3), help="rows of x")
-    parser.add_argument("--formats", nargs="+", default=tuple(FORMATS), choices=tuple(FORMATS), help="of --sweep")
+    parser.add_argument(
+        "--formats", nargs="+", default=tuple(FORMATS), choices=tuple(FORMATS), help="of --sweep, --experts"
+    )
     parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
     parser.add_argument("--sweep", action="store_true", help="instead, try launches on the first shape")
+    parser.add_argument("--experts", type=whole(1), help="instead, of stacks of so many matrices")
     parser.add_argument("--out", type=new_file, default="runs/quantized_linear.json")
     args = parser.parse_args()
     shapes = [tuple(int(side) for side in shape.split("x")) for shape in args.shapes]
@@ -286,7 +327,10 @@ def main() -> None:
         if args.sweep:
             raise SystemExit("--sweep needs a GPU")
     result = describe("quantized_linear")
-    if args.sweep:
+    if args.experts:
+        found = (stacks(shape, args.experts, args.rows, args.formats, device, args.repeats) for shape in shapes)
+        result["rows"] = [row for of_shape in found for row in of_shape]
+    elif args.sweep:
         result["rows"] = sweep(shapes[0], args.rows, args.formats, device, args.repeats)
     else:
         result |= measure(shapes, args.rows, device, args.repeats)

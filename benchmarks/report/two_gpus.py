@@ -384,7 +384,13 @@ def muon(beside_stock: dict, later: dict, on_one_gpu: dict) -> str:
             cells.append(f"{with_range(row)}{beside}" if row else "")
         sent = after.get((run, 25.0), before[run, 25.0])["tx_bytes_per_node_step"]
         rows.append([labels.get(run, f"**`{run.removesuffix('-muon')}`**"), f"{sent / 1e6:,.0f}", *cells])
-    head = ["Muon, ms per step", "MB a node sends", "25 Gbit/s, all codes, blocks are sent late", "25 Gbit/s", "10 Gbit/s"]
+    head = [
+        "Muon, ms per step",
+        "MB a node sends",
+        "25 Gbit/s, all codes, blocks are sent late",
+        "25 Gbit/s",
+        "10 Gbit/s",
+    ]
     times = before["stock-muon", 25.0]["step_ms"] / before["zeropp-muon", 25.0]["step_ms"]
     model = MODELS["1.3b"]
     matrices = (model.parameters - 2 * model.vocabulary * model.hidden) / 2  # of each GPU
