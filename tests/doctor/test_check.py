@@ -485,7 +485,7 @@ def test_costs_are_the_plans(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         command([*words, "--json", str(out)])
     text, found = capsys.readouterr().out, json.loads(out.read_text())
-    assert ended.value.code == 0 and "recipe      qlora" in text and text.endswith("no problem found\n")
+    assert ended.value.code == 2 and "recipe      qlora" in text and text.endswith("no problem found\n")
     assert (
         "\nnote: no estimate: qlora: its codes are of frozen weights; a full training has none: give --lora-rank"
         in text

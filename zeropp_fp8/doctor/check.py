@@ -249,17 +249,19 @@ def report(path: str, found: Checked) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what is found; exit status 1 where the job would not start."""
+    """Print what is found; exit status 1 where the job would not start, 2 where an estimate was asked for in vain."""
     from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
     from zeropp_fp8.plugin.auto import as_if_filled
 
     arguments = parse(argv)
     cpu_where_there_is_no_gpu()
     found = check(arguments.ds_config, arguments.ranks, arguments.ranks_per_node)
+    unknown = False
     if arguments.costs and found.config is not None and not exit_status(found.problems):
         try:
             found.job, found.cost = cost_of(found.config, as_if_filled(load_ds_config(arguments.ds_config)), arguments)
         except PlanError as error:
+            unknown = True
             found.problems.append(Problem(f"no estimate: {error}", serious=False))
         if found.job is not None and arguments.ranks is None:
             nodes = f"{found.job.cluster.nodes} node(s) of {found.job.cluster.ranks_per_node} rank(s)"
@@ -267,4 +269,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     with json_at(arguments.json) as known:
         known |= vars(found) | {"config": found.config and found.config.model_dump()}
         print(report(arguments.ds_config, found))
-    raise SystemExit(exit_status(found.problems))
+    raise SystemExit(2 if unknown else exit_status(found.problems))

@@ -147,7 +147,7 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
         """
         if self._passes:
             raise RuntimeError(
-                f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others rest inside the node: say "
+                f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others are still inside the node: say "
                 "set_is_last_backward(True) before the last micro-batch, whose backward must reach all trained "
                 "parameters of the module, or leave set_is_last_backward out"
             )

@@ -165,7 +165,7 @@ def _refuse_what_is_of_zero(config: PluginConfig) -> None:
     found += ["gradients.store_format"] if gradients.store_format != "none" else []
     if found:
         raise ConfigError(
-            f'"{SECTION}.{found[0]}" is of ZeRO-3, and not of FSDP2, where weights and gradients travel in few bits; '
+            f'"{SECTION}.{found[0]}" is of ZeRO-3, and not of FSDP2, where weights and gradients are sent in few bits; '
             f"recipes here are {', '.join(RECIPES)}"
         )
 

@@ -102,7 +102,7 @@ def test_micro_batches_that_are_cut_short():
             assert all(torch.equal(grad, found[other][name]) for name, grad in found[one].items()), other
         assert any(not torch.equal(grad, found["second"][name]) for name, grad in found["both"].items())
         for which in ("no last", "left out"):
-            assert "rest inside the node: say set_is_last_backward(True)" in found[which], which
+            assert "are still inside the node: say set_is_last_backward(True)" in found[which], which
 
 
 def test_parameters_that_were_loaded_after_sharding():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def few_choices(module: nn.Module, stacks: Sequence[QuantizedStack], decoded: Ca
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if top_k_index.numel() > FEW_CHOICES or hidden_states.dtype != first.weight.dtype:
             return decoded(hidden_states, top_k_index, top_k_weights)
-        expert_of = top_k_index.reshape(-1)
+        expert_of = top_k_index.reshape(-1).to(torch.int32)  # as the kernel reads it, once for both
         x = first(hidden_states, expert_of)
         if biases is not None:
             x = x + getattr(module, biases[0])[expert_of]
