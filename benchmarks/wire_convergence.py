@@ -1,8 +1,9 @@
-"""Does it learn the same? Held-out loss of a Llama trained with each recipe's wire formats, over several seeds.
+"""Does it learn the same? Held-out loss of a model trained with each recipe's wire formats, over several seeds.
 
     python -m benchmarks.wire_convergence --runs lossless,zeropp,zeropp-exact --seeds 0,1,2 --folder runs/wire
     python -m benchmarks.wire_convergence --case sft --runs lossless,zeropp --seeds 0,1,2 --folder runs/wire
     python -m benchmarks.wire_convergence --size 25m --steps 450 --ranks 2 --seconds 400 --folder runs/wire
+    python -m benchmarks.wire_convergence --size 255m-a85m --runs lossless,zeropp --ranks 2 --folder runs/wire
     python -m benchmarks.wire_convergence --show --folder runs/wire
 
 Ranks are two nodes of half of them each, over NCCL, or gloo on a CPU with a tiny model. With fewer GPUs than ranks,
@@ -48,11 +49,11 @@ import torch
 
 from benchmarks.harness.engine_trainer import EngineTrainer
 from benchmarks.harness.environment import NO_IN_TREE, build_in_tree_op, describe, forget_in_tree_groups, join
+from benchmarks.harness.hf_llama import with_loss
 from benchmarks.harness.jobs import announce, choose_gpus, dealt_jobs, run_jobs
 from benchmarks.harness.learning import docstrings, load_data, sequences_of, train_steps
-from benchmarks.harness.llama import Llama
 from benchmarks.harness.results import append_to, begin_result, end_result, finished_result, write_result
-from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.sizes import EVERY_SIZE, MIXTURES
 from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, SECTIONS, groups_of
 from benchmarks.harness.zero3 import in_tree_zero, without_refused
 from examples.options import finite, new_file, new_folder, refusals, several, whole
@@ -81,7 +82,7 @@ def of_case(args: argparse.Namespace, case: str) -> argparse.Namespace:
 def settings(args: argparse.Namespace, case: str) -> dict:
     """Return the settings of a case, as its files hold them."""
     chosen = {name: getattr(of_case(args, case), name) for name in SETTINGS}
-    chosen |= {"case": case, "size": args.size, "model": vars(SIZES[args.size]), "nodes": NODES}
+    chosen |= {"case": case, "size": args.size, "model": vars(EVERY_SIZE[args.size]), "nodes": NODES}
     return chosen | ({"from": settings(args, PRETRAIN)} if case == SFT else {})
 
 
@@ -198,7 +199,7 @@ def train(case: str, run: str, seed: int, args, data: tuple[Sequences, Sequences
     with in_tree(args) if run == IN_TREE else contextlib.nullcontext({}) as zero:
         trainer = EngineTrainer(
             section_of(run, args),
-            SIZES[args.size],
+            EVERY_SIZE[args.size],
             seed,
             args,
             device,
@@ -224,7 +225,7 @@ def train(case: str, run: str, seed: int, args, data: tuple[Sequences, Sequences
     row["held_out_loss"] = row["held_out"][-1][1]
     row["wire"] = trainer.engine_run.wire()
     weights = trainer.full_weights()
-    model = Llama(SIZES[args.size], unit_layers=args.unit_layers)
+    model = with_loss(EVERY_SIZE[args.size], unit_layers=args.unit_layers)
     model.load_state_dict(weights)
     model.to(device, torch.bfloat16)
     row["checkpoint_loss"] = trainer.held_out_loss(held_out, args.eval_sequences, args.batch, model)
@@ -322,7 +323,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", default=",".join(default), help="default: %(default)s")
     parser.add_argument("--seeds", type=several(whole(0)), default="0", help="separated by commas")
     parser.add_argument(
-        "--size", choices=SIZES, default="100m" if on_gpu else "tiny-bytes", help="default: %(default)s"
+        "--size", choices=EVERY_SIZE, default="100m" if on_gpu else "tiny-bytes", help="default: %(default)s"
     )
     parser.add_argument("--ranks", type=whole(2), default=4, help="of both nodes together (default 4)")
     parser.add_argument("--steps", type=whole(1), default=900 if on_gpu else 20, help="of a pretraining")
@@ -376,6 +377,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--compile {args.compile}: {run} has no such setting, and its rounding would be another")
     if args.ranks % NODES or args.batch % args.ranks:
         parser.error(f"{args.ranks} ranks must be {NODES} equal nodes, and share --batch {args.batch}")
+    if args.size in MIXTURES and (args.unit_layers > 1 or any(run.endswith("-muon") for run in args.runs)):
+        parser.error(f"--size {args.size}: a mixture trains with AdamW and --unit-layers 1")
     args.nodes, args.machine = NODES, machine(args.ranks)
     if args.case == SFT:
         args.weights = args.weights or "runs/weights"

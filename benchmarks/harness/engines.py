@@ -1,4 +1,4 @@
-"""The trainings that the FP8-LM benchmarks compare: ZeRO-3 engines over the same plain Llama.
+"""The trainings that the FP8-LM benchmarks compare: ZeRO-3 engines over the same plain model.
 
 stock, stock-leaf   DeepSpeed's ZeRO-3 in bf16 with fp32 AdamW; with every layer as a z3 leaf module
 lossless            the same through this project: what the levels of FP8-LM are added to
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.environment import forget_memory
-from benchmarks.harness.llama import Llama
+from benchmarks.harness.hf_llama import with_loss
 from benchmarks.harness.measuring import live_bytes
 from benchmarks.harness.sizes import Size
 from benchmarks.harness.zero3 import ds_config
@@ -37,7 +37,7 @@ LEVELS = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm")
 
 
 class EngineRun:
-    """A bf16 Llama in a ZeRO-3 engine.
+    """A bf16 Llama, or a mixture of experts, in a ZeRO-3 engine.
 
     Args:
         section: the plugin's; None for stock DeepSpeed.
@@ -74,7 +74,7 @@ class EngineRun:
         self.device, self.found_bytes = device, live_bytes(device)
         torch.manual_seed(seed)
         if dtype == torch.float32:
-            model = Llama(size, checkpointing, unit_layers)
+            model = with_loss(size, checkpointing, unit_layers)
             if weights is not None:
                 model.load_state_dict(torch.load(weights, weights_only=True))
             model.to(device)
@@ -82,7 +82,7 @@ class EngineRun:
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             with device:
-                model = Llama(size, checkpointing, unit_layers)
+                model = with_loss(size, checkpointing, unit_layers)
             torch.set_default_dtype(before)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.weight_bytes = live_bytes(device) - self.found_bytes

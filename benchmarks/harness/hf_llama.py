@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.harness.llama import EPSILON, ROPE_BASE
+from benchmarks.harness.llama import EPSILON, ROPE_BASE, Llama
 from benchmarks.harness.sizes import MixtureSize, Size
 
 
@@ -64,6 +64,32 @@ def maker_of(size: Size) -> Callable[[], nn.Module]:
     from transformers import LlamaForCausalLM
 
     return lambda: LlamaForCausalLM(llama_config(size))
+
+
+class Mixture(nn.Module):
+    """A Qwen3-MoE; `forward` returns the mean loss of predicting every next token, as that of `Llama` does."""
+
+    def __init__(self, size: MixtureSize) -> None:
+        super().__init__()
+        self.model = maker_of(size)()
+        self._no_split_modules = self.model._no_split_modules
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """fp32 [] of int64 tokens [batch, length]."""
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def with_loss(size: Size, checkpointing: bool = False, unit_layers: int = 1) -> nn.Module:
+    """A `Llama` or a `Mixture` of a size.
+
+    Raises:
+        ValueError: a mixture with one of the options of `Llama`.
+    """
+    if not isinstance(size, MixtureSize):
+        return Llama(size, checkpointing, unit_layers)
+    if checkpointing or unit_layers > 1:
+        raise ValueError("a mixture keeps what its layers compute, and its layers are gathered one at a time")
+    return Mixture(size)
 
 
 def sharded_model(size: Size, config: dict) -> nn.Module:

@@ -76,6 +76,17 @@ _A3B = {"hidden": 2048, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_d
 MIXTURES = {
     "30b-a3b": MixtureSize(layers=48, vocabulary=151936, **_A3B),  # Qwen3-30B-A3B
     "4b-moe": MixtureSize(layers=6, vocabulary=32000, **_A3B),  # the same, cut
+    "255m-a85m": MixtureSize(
+        hidden=768,
+        intermediate=1024,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        vocabulary=256,
+        head_dim=64,
+        experts=8,
+        chosen=2,
+    ),  # of bytes; a token uses as many parameters as in "100m"
     "small-moe": MixtureSize(
         hidden=512, intermediate=128, layers=4, heads=8, kv_heads=2, vocabulary=2048, head_dim=64, experts=128, chosen=8
     ),  # as many experts, for CPUs
