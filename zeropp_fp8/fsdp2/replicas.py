@@ -1,10 +1,13 @@
 """The mean of gradients over copies of the model, one per node, as torch's `set_all_reduce_hook` takes it.
 
-    reduce-scatter   codes of the format between nodes, each rank's share of the mean in fp32
-    all-gather       codes of that share in the format within nodes, which all copies decode to the same bits
+Two ways, which give all copies the same bits. The one that sends less is taken:
 
-Both halves of an all-reduce in few bits, so that copies stay equal: 12 bits per gradient with INT4 and INT8, where HSDP
-in bf16 sends 32.
+    `AllGather`      codes of whole gradients in the format between nodes, of which each copy takes the mean
+    `AllReduce`      codes of the same format, each rank's share of the mean in fp32; then codes of that share in the
+                     format within nodes
+
+With INT4 and INT8 two copies send 4 bits per gradient by the first, and four copies 9 by the second, where HSDP in bf16
+sends 16 and 24.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class MeanOverReplicas:
     def __call__(self, gradients: Tensor) -> None:
         if any(member.sharded_param.grad is None for member in self._unit.trained):
             self._earlier = None  # zero_grad() has dropped them
-        _, _, numels, _ = self._planned(gradients)
+        _, numels, _ = self._planned(gradients)
         is_whole = len(numels) == len(self._unit.trained)
         last = self._module._get_fsdp_state()._state_ctx.is_last_backward and self._unit.group.all_reduce_grads
         if last and not is_whole:
@@ -70,32 +73,71 @@ class MeanOverReplicas:
             )
 
     def _reduce(self, gradients: Tensor) -> None:
-        replicas, host = self._replicas, self._host
-        plan, back, numels, names = self._planned(gradients)
-        parts, sizes = list(gradients.split(numels)), plan.slice_numels
-        shares = torch.empty(sum(sizes), dtype=torch.float32, device=gradients.device).split(sizes)
+        way, numels, names = self._planned(gradients)
+        way(list(gradients.split(numels)), [f"{name}, copies" for name in names])
+
+    def _planned(self, gradients: Tensor) -> tuple[AllGather | AllReduce, list[int], list[str]]:
+        key = gradients.numel(), gradients.dtype
+        if key not in self._plans:
+            numels, exact, names = self._unit.reduced_together(gradients.numel())
+            shapes = [(n,) if alone else (1, n) for alone, n in zip(exact, numels)]
+            ways = [way(self._host, self._replicas, shapes, gradients) for way in (AllGather, AllReduce)]
+            self._plans[key] = min(ways, key=lambda way: way.sent), numels, names
+        return self._plans[key]
+
+
+class AllGather:
+    """The mean of whole gradients, which each copy sends to each other one; they are rounded once.
+
+    Args:
+        shapes: of the parts of `gradients`, whose dtype and device they have.
+
+    Attributes:
+        sent: bytes that this rank sends.
+    """
+
+    def __init__(self, host: Host, replicas: Replicas, shapes: list[tuple[int, ...]], gradients: Tensor) -> None:
+        self._host, self._replicas = host, replicas
+        numels, dtypes = [shape[-1] for shape in shapes], [gradients.dtype] * len(shapes)
+        formats, _ = formats_of_hops(shapes, dtypes, host.session.formats.between, None)
+        self._layout = PayloadLayout(numels, formats, dtypes, gradients.device)
+        self._kept = [0 if each.is_exact else n for each, n in zip(formats, numels)]
+        self.sent = (replicas.topology.nodes - 1) * self._layout.row_bytes
+
+    def __call__(self, parts: list[Tensor], names: list[str]) -> None:
+        """Replace the parts, flat, by their mean."""
+        host, replicas, layout = self._host, self._replicas, self._layout
+        residuals = None if host.feedback is None else host.feedback.of(names, self._kept, 1, layout.device)
+        row = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=layout.device)
+        layout.encode(parts, replicas.one_row, row, None, residuals)
+        rows = gather_through(row.view(-1), [replicas.topology.between], host.session.ledger)
+        layout.reduce_to_tensors(rows.view(-1, layout.row_bytes), parts)
+
+
+class AllReduce:
+    """The mean by a reduce-scatter and an all-gather, as `AllGather` otherwise; it is rounded twice."""
+
+    def __init__(self, host: Host, replicas: Replicas, shapes: list[tuple[int, ...]], gradients: Tensor) -> None:
+        self._host, self._replicas = host, replicas
+        formats, dtypes, device = host.session.formats, [gradients.dtype] * len(shapes), gradients.device
+        self._plan = ReduceScatterPlan(shapes, dtypes, replicas.topology, None, formats.between, device)
+        back, _ = formats_of_hops(shapes, dtypes, formats.within, None)
+        self._back = PayloadLayout(self._plan.slice_numels, back, [torch.float32] * len(shapes), device)
+        self.sent = (replicas.topology.nodes - 1) * (self._plan.last.row_bytes + self._back.row_bytes)
+
+    def __call__(self, parts: list[Tensor], names: list[str]) -> None:
+        """Replace the parts, flat, by their mean."""
+        host, replicas, back, sizes = self._host, self._replicas, self._back, self._plan.slice_numels
+        shares = torch.empty(sum(sizes), dtype=torch.float32, device=back.device).split(sizes)
         resources = replicas.rings, replicas.first, replicas.last, host.session.ledger, host.feedback
-        for _ in plan.run(parts, shares, Reduction(*resources, [f"{name}, copies" for name in names])):
+        for _ in self._plan.run(parts, shares, Reduction(*resources, names)):
             pass
         replicas.first.before_current()
         replicas.last.before_current()
-        row = torch.empty(1, back.row_bytes, dtype=torch.uint8, device=gradients.device)
+        row = torch.empty(1, back.row_bytes, dtype=torch.uint8, device=back.device)
         back.encode(shares, replicas.one_row, row)
         rows = gather_through(row.view(-1), [replicas.topology.between], host.session.ledger)
         whole = [len(rows) // back.row_bytes * n for n in sizes]
         means = torch.empty(sum(whole), dtype=torch.float32, device=row.device).split(whole)
         back.decode(rows.view(-1, back.row_bytes), replicas.in_order, means)
-        torch._foreach_copy_(parts, [mean[:n] for mean, n in zip(means, numels)])
-
-    def _planned(self, gradients: Tensor) -> tuple[ReduceScatterPlan, PayloadLayout, list[int], list[str]]:
-        key = gradients.numel(), gradients.dtype
-        if key not in self._plans:
-            numels, exact, names = self._unit.reduced_together(gradients.numel())
-            shapes = [(n,) if alone else (1, n) for alone, n in zip(exact, numels)]
-            formats, device = self._host.session.formats, gradients.device
-            dtypes = [gradients.dtype] * len(numels)
-            plan = ReduceScatterPlan(shapes, dtypes, self._replicas.topology, None, formats.between, device)
-            back, _ = formats_of_hops(shapes, dtypes, formats.within, None)
-            layout = PayloadLayout(plan.slice_numels, back, [torch.float32] * len(numels), device)
-            self._plans[key] = plan, layout, numels, names
-        return self._plans[key]
+        torch._foreach_copy_(parts, [mean[: part.numel()] for mean, part in zip(means, parts)])

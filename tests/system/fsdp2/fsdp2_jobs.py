@@ -388,27 +388,48 @@ def _gathering_itself():
     return model
 
 
-def copies_mesh():
-    """Two copies, each sharded over half of the ranks."""
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+def copies_mesh(copies=2):
+    """Copies of a model, each sharded over as many of the ranks."""
+    return init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("replicate", "shard"))
 
 
-def on_copies(recipe, fields=None, **how):
-    """A model with a copy in each half of the ranks; None: torch's HSDP."""
-    mesh = copies_mesh()
+def on_copies(recipe, fields=None, copies=2, **how):
+    """A model with copies in equal parts of the ranks; None: torch's HSDP."""
+    mesh = copies_mesh(copies)
     if recipe is None:
         return sharded(mesh=mesh, **how)
     model = sharded(mesh=mesh["shard"], **how)
     return fsdp2.apply(model, recipe, replicate=mesh["replicate"], **(fields or {}))
 
 
-def replicated(recipe, policy=None, make=llama, fields=None, skip=()):
-    """(losses, weights, bytes of gradients between copies per step) with a copy in each half of the ranks."""
-    model, more = on_copies(recipe, fields, policy=policy, make=make), {"skip": skip} if skip else {}
+def replicated(recipe, policy=None, make=llama, fields=None, skip=(), copies=2):
+    """(losses, weights, bytes of gradients between copies per step) with copies in equal parts of the ranks."""
+    model, more = on_copies(recipe, fields, copies, policy=policy, make=make), {"skip": skip} if skip else {}
     losses = trained(model, list(batches(4, dist.get_rank())), **more)
     report = fsdp2.wire_report(model) if recipe else {}
     sent = [report[table]["gradients"]["inter"] for table in ("per_step", "stock_per_step") if recipe]
     return losses, full(model), *(sent or [None, None])
+
+
+def rounded_once():
+    """(gradients of two copies, the mean over ranks of each one's own gradients, rounded in the wire's format)."""
+    model, tokens = on_copies("zeropp", EXACT), next(batches(1, dist.get_rank()))
+    wire_format = fsdp2.host_of(model).session.formats.between
+    loss_of(model, tokens).backward()
+    torch.manual_seed(0)
+    plain = llama()
+    loss_of(plain, tokens).backward()
+    expected = {}
+    for name, param in plain.named_parameters():
+        own = param.grad
+        if own.dim() > 1:
+            codes = torch.empty(1, wire_format.payload_bytes(own.numel()), dtype=torch.uint8)
+            wire_format.encode_rows(own.view(1, -1), codes)
+            own = wire_format.decode_rows(codes, own.numel(), torch.float32).view_as(own)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own.contiguous())
+        expected[name] = torch.stack(everyone).mean(0)
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}, expected
 
 
 def replicated_micro_batches(recipe, how, make=llama, change=None):
