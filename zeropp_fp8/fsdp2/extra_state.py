@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -14,15 +15,17 @@ from zeropp_fp8.fsdp2.model import host_of
 class ExtraState(Stateful):
     """The residuals of this rank, as bytes that have its name; none without error feedback.
 
-    They are of a number of nodes and of ranks: to load on others, leave this out of the state to load, and they begin
-    anew.
+    They are of a number of copies, nodes and ranks: to load on others, leave this out of the state to load, and they
+    begin anew.
     """
 
     def __init__(self, model: nn.Module) -> None:
         host = host_of(model)
         topology = host.session.topology
         self._feedback = host.feedback
-        self._name = f"residuals of rank {topology.rank} of {topology.nodes} x {topology.ranks_per_node}"
+        copies = "" if host.replicas is None else f"{host.replicas.topology.nodes} copies on "
+        # Ranks of other copies, and of other stages of a pipeline, have residuals of their own.
+        self._name = f"residuals of rank {dist.get_rank()} of {copies}{topology.nodes} x {topology.ranks_per_node}"
 
     def state_dict(self) -> dict[str, bytes]:
         if self._feedback is None:

@@ -337,10 +337,16 @@ def ways():
     return found
 
 
-def resumed(recipe, fields=None):
+def resumed(recipe, fields=None, copies=1):
     """(losses and weights of a run that goes on, of one that loads its checkpoint), by torch.distributed.checkpoint."""
     folder, data = shared_folder(), list(batches(4, dist.get_rank()))
-    model = fsdp2.apply(sharded(BF16), recipe, **(fields or {}))
+
+    def made():
+        if copies > 1:
+            return on_copies(recipe, fields, copies, policy=BF16)
+        return fsdp2.apply(sharded(BF16), recipe, **(fields or {}))
+
+    model = made()
     optimizer = adamw(model)
     trained(model, data[:2], optimizer)
 
@@ -350,7 +356,7 @@ def resumed(recipe, fields=None):
 
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
     went_on = trained(model, data[2:], optimizer), full(model)
-    other = fsdp2.apply(sharded(BF16), recipe, **(fields or {}))
+    other = made()
     with torch.no_grad():
         for param in other.parameters():
             param.fill_(0.1)

@@ -251,9 +251,15 @@ def test_ways_to_shard_are_the_same_numbers():
             assert all(torch.equal(weight, weights[key]) for key, weight in theirs.items()), name
 
 
-@pytest.mark.parametrize("recipe, fields", [("zeropp", {}), ("zeropp-4bit", {"gradients": {"error_feedback": True}})])
-def test_checkpoints_of_torch(recipe, fields):
-    for (losses, weights), (again, theirs) in run_ranks(jobs.resumed, recipe=recipe, fields=fields):
+@pytest.mark.parametrize(
+    "recipe, error_feedback, copies",
+    [("zeropp", False, 1), ("zeropp-4bit", True, 1), ("zeropp", True, 2), ("zeropp-4bit", True, 4)],
+)
+def test_checkpoints_of_torch(recipe, error_feedback, copies):
+    """Each copy of the model has residuals of its own."""
+    how = {"fields": {"gradients": {"error_feedback": True}} if error_feedback else {}, "copies": copies}
+    nodes = {"ranks_per_node": 2 if copies == 1 else 4 // copies}
+    for (losses, weights), (again, theirs) in run_ranks(jobs.resumed, recipe=recipe, **how, **nodes):
         assert losses == again
         assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
 
