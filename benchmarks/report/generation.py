@@ -112,6 +112,18 @@ def used_experts(generated: dict, *trained: dict) -> str:
     return table(["", "all, MB", "used, MB", "all, ms", "used, ms"], rows)
 
 
+def expert_products(result: dict) -> str:
+    """Products of a stack of experts as codes, by chosen experts, beside decoding it for torch's grouped product."""
+    rows = []
+    for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
+        for count in dict.fromkeys(row["rows"] for row in result["rows"]):
+            found = {row["what"]: row for row in result["rows"] if (row["shape"], row["rows"]) == (shape, count)}
+            cells = [f"{found[name]['us']:.0f} ({found[name]['decoded_us']:.0f})" for name in OF_PRODUCTS]
+            rows.append([shape.replace("x", " x "), str(count), *cells])
+    return table(["each of 128 experts", "choices", *OF_PRODUCTS.values()], rows)
+
+
+OF_PRODUCTS = {"int8": "INT8, us", "int4": "INT4, us", "nf4": "NF4, us", "nf4 double": "NF4, double quantization, us"}
 FILES = ("generation/h200-2-25gbit", "generation/h200-1-local")
 USED_FILES = ("generation/cpu-2-1gbit-mixture", "two_nodes/cpu-2-1gbit-mixture-4", "two_nodes/cpu-2-1gbit-mixture-64")
 BLOCKS = {
@@ -119,6 +131,7 @@ BLOCKS = {
     "generation_says": Block(generation_says, FILES, sourced=False),  # the table above names them
     "generation_graph": Block(generation_graph, ("generation/h200-1-local-graph",)),
     "generation_mixture": Block(generation_mixture, ("generation/h200-1-local-30b-a3b",)),
+    "expert_products": Block(expert_products, ("quantized_linear/h200-1-local-experts",)),
     "used_experts": Block(used_experts, USED_FILES),
     "generation_4_gpus": Block(generation_4_gpus, ("generation/h200-4-25gbit",)),
 }

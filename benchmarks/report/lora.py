@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.report.blocks import Block, bold, code_of, paragraph, table
-from benchmarks.report.rows import GIB, by_run
+from benchmarks.report.rows import GIB, by_run, outcome
 
 BITSANDBYTES = "bitsandbytes, NF4 with double quantization"
 FORMATS = {
@@ -167,7 +167,16 @@ def lora_mixture(nodes: dict, node: dict) -> str:
         sent = [f"{line['wire'][link] / 1e6:,.0f}" for link in ("inter", "intra")]
         peak = f"{line['peak_bytes'] / GIB:.1f}"
         rows.append([label, f"{line['step_ms']:,.0f}", f"{line['tokens_per_s']:,.0f}", *sent, peak])
-    return table(["", "ms per step", "tokens per s", "MB between nodes", "MB within nodes", "GiB per GPU"], rows)
+    made = table(["", "ms per step", "tokens per s", "MB between nodes", "MB within nodes", "GiB per GPU"], rows)
+    (far,), (near,) = nodes["comparison"], node["comparison"]
+    peak, sent = far["peak_bytes"] / GIB, far["wire"]["inter"] / 1e6
+    share = far["tokens_per_s"] / near["tokens_per_s"]
+    said = paragraph(
+        f"""Targets on two nodes: at most 24 GiB ({outcome(peak, 24)}), at most 40 MB between nodes
+        ({outcome(sent, 40)}), at least 0.9 of the tokens per second over NVLink ({share:.2f}, {outcome(-share, -0.9)}).
+        Frozen parameters take {far["frozen_per_parameter"]:.3f} bytes each."""
+    )
+    return f"{made}\n\n{said}"
 
 
 MIXTURE = ("lora_step/h200-2-25gbit-30b-a3b", "lora_step/h200-2-nvlink-30b-a3b")

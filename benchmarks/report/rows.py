@@ -16,3 +16,8 @@ def by_run(*results: dict) -> dict[str, dict]:
 def fastest(result: dict, key: str) -> dict[str, dict]:
     """The row of each run's fastest round, by `key`."""
     return {row["run"]: row for row in sorted(result["rows"], key=lambda row: -row[key])}
+
+
+def outcome(found: float, most: float) -> str:
+    """Say whether a target is met."""
+    return "met" if found <= most else "missed"

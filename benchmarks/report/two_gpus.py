@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.plan_fit.points import MODELS, UNSTEADY
 from benchmarks.report.blocks import Block, paragraph, table
+from benchmarks.report.rows import outcome
 from benchmarks.report.zero import LABELS, QUANTIZED, by_rate
 
 
@@ -171,38 +172,47 @@ def bits_of(row: dict, result: dict) -> float:
     return 2 * 8 * row["tx_bytes_per_node_step"] / MODELS[result["model"]].parameters
 
 
-def outcome(found: float, most: float) -> str:
-    return "met" if found <= most else "missed"
-
-
 UNDER_FSDP2 = {
     "fsdp2": "FSDP2",
     "fsdp2-lossless": "FSDP2 with `lossless`",
     "fsdp2-zeropp": "**FSDP2 with `zeropp`**",
-    "fsdp2-zeropp-exact": "FSDP2 with `zeropp-exact`",
     "zeropp": "ZeRO-3 with `zeropp`",
     "hsdp": LABELS["hsdp"],
     "hsdp-zeropp": "a copy in each node, with `zeropp`",
 }
 
 
-def under_fsdp2(result: dict) -> str:
+def under_fsdp2(before: dict, now: dict, copies: dict, compiled: dict) -> str:
     """Steps of two GPUs under FSDP2 with and without the collectives, beside their targets."""
-    found, rows = by_rate(result), []
+    found, graphs, rows = by_rate(copies) | by_rate(now), by_rate(compiled), []
     for run, label in UNDER_FSDP2.items():
-        near, far = found.get((run, "nvlink")), found[run, 25.0]
-        cells = [f"{far['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{far['peak_gib']:.1f}"]
-        rows.append([label, "" if near is None else with_range(near), with_range(far), *cells])
-    ms = {run: found[run, 25.0]["step_ms"] for run in UNDER_FSDP2}
-    slower = found["fsdp2-zeropp", "nvlink"]["step_ms"] / found["fsdp2", "nvlink"]["step_ms"]
-    beside, copies = ms["fsdp2-zeropp"] / ms["zeropp"], ms["hsdp"] / ms["hsdp-zeropp"]
-    said = paragraph(
-        f"""Targets: at 25 Gbit/s at most 1.1 times the step of `zeropp` under ZeRO-3 ({beside:.2f},
-        {outcome(beside, 1.1)}) and HSDP's in less than 1 / 2.5 of its time with the same copies ({copies:.2f},
-        {outcome(-copies, -2.5)}; without copies {ms["hsdp"] / ms["fsdp2-zeropp"]:.2f}); over NVLink at most 1.05 times
-        FSDP2's step ({slower:.2f}, {outcome(slower, 1.05)})."""
+        far, cells = found[run, 25.0], []
+        for rate in ("nvlink", 25.0):
+            row, graph = found.get((run, rate)), graphs.get((f"{run}-compiled", rate))
+            cells.append("" if row is None else with_range(row) + (f" ({graph['step_ms']:,.0f})" if graph else ""))
+        rows.append([label, *cells, f"{far['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{far['peak_gib']:.1f}"])
+
+    def ratios(run: str, other: str, rate: str | float) -> list[float]:
+        pairs = [(found, ""), (graphs, "-compiled"), (by_rate(before), "")]
+        return [
+            of[run + mode, rate]["step_ms"] / of[other + mode, rate]["step_ms"]
+            for of, mode in pairs
+            if (run + mode, rate) in of and (other + mode, rate) in of
+        ]
+
+    def said(values: list[float]) -> str:
+        return ", ".join(f"{value:.2f}" for value in values)
+
+    beside, near = ratios("fsdp2-zeropp", "zeropp", 25.0), ratios("fsdp2-zeropp", "fsdp2", "nvlink")
+    same, without = ratios("hsdp", "hsdp-zeropp", 25.0), ratios("hsdp", "fsdp2-zeropp", 25.0)
+    text = paragraph(
+        f"""In brackets: compiled blocks. Targets, with the ratios of this run, of compiled blocks where there are such,
+        and of an earlier commit on another host: at 25 Gbit/s at most 1.1 times the step of `zeropp` under ZeRO-3
+        ({said(beside)}: {outcome(max(beside), 1.1)}), and HSDP's step at least 2.5 times that with the same copies
+        ({said(same)}: {outcome(-min(same), -2.5)}; without copies {said(without)}); over NVLink at most 1.05 times
+        FSDP2's step ({said(near)}: {outcome(max(near), 1.05)})."""
     )
-    return f"{table(['ms per step', 'NVLink', '25 Gbit/s', 'MB a node sends', 'GiB at the peak'], rows)}\n\n{said}"
+    return f"{table(['ms per step', 'NVLink', '25 Gbit/s', 'MB a node sends', 'GiB at the peak'], rows)}\n\n{text}"
 
 
 MIXTURE = {
@@ -214,14 +224,17 @@ MIXTURE = {
 }
 
 
-def mixture(result: dict) -> str:
-    """Steps of a mixture on two nodes of one GPU."""
-    found, rows = by_rate(result), []
+def mixture(*results: dict) -> str:
+    """Steps of a mixture on two nodes of one GPU, on several days."""
+    rows = []
     for run, label in MIXTURE.items():
-        row = found[run, 25.0]
-        faster = found["stock-leaf", 25.0]["step_ms"] / row["step_ms"]
-        sent = f"{row['tx_bytes_per_node_step'] / 1e6:,.0f}"
-        rows.append([label, with_range(row), f"{faster:.2f}", sent, f"{row['peak_gib']:.1f}"])
+        each = [(found[run, 25.0], found["stock-leaf", 25.0]) for found in map(by_rate, results)]
+        last = each[-1][0]
+        cells = [
+            " and ".join(with_range(row) for row, _ in each),
+            " and ".join(dict.fromkeys(f"{stock['step_ms'] / row['step_ms']:.2f}" for row, stock in each)),
+        ]
+        rows.append([label, *cells, f"{last['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{last['peak_gib']:.1f}"])
     head = ["25 Gbit/s", "ms per step", "x faster than stock", "MB a node sends", "GiB at the peak"]
     return table(head, rows)
 
@@ -438,8 +451,19 @@ BLOCKS = {
             "bit_parity/h200-2-nvlink-exact",
         ),
     ),
-    "under_fsdp2": Block(under_fsdp2, ("two_nodes/h200-2-nvlink_25gbit-fsdp2",)),
-    "mixture": Block(mixture, ("two_nodes/h200-2-25gbit-mixture",)),
+    "under_fsdp2": Block(
+        under_fsdp2,
+        tuple(
+            f"two_nodes/h200-2-{name}"
+            for name in (
+                "nvlink_25gbit-fsdp2",
+                "nvlink_25gbit-fsdp2-again",
+                "25gbit-fsdp2-copies",
+                "nvlink_25gbit-fsdp2-compiled",
+            )
+        ),
+    ),
+    "mixture": Block(mixture, ("two_nodes/h200-2-25gbit-mixture", "two_nodes/h200-2-25gbit-mixture-again")),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
     "over_nvlink": Block(over_nvlink, OVER_HOSTS),
     "over_nvlink_says": Block(over_nvlink_says, OVER_HOSTS, sourced=False),

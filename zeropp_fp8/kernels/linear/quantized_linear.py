@@ -24,7 +24,7 @@ from zeropp_fp8.kernels.wire.launch_tables import interpreted, lookup_table
 # 16 rows and 4096 x 14336 weights 28 to 38 us against 75 to 91.
 FEW_ROWS = 32
 # Of a stack its rows of y, each of which reads a matrix anew: 128 matrices of 1536 x 2048 and 256 rows take an H200
-# 185 to 283 us, where decoding and torch's grouped product take 519 to 607; 512 rows take as long.
+# 193 to 293 us, where decoding and torch's grouped product take 495 to 594; 512 rows of 2048 x 768 take longer so.
 FEW_CHOICES = 256
 
 
