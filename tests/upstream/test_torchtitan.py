@@ -77,3 +77,15 @@ def test_the_debug_model_trains(place):
     close, near, table = trained(place, "zeropp")
     assert close == pytest.approx(losses, rel=1e-2) and near == pytest.approx(norms, rel=5e-2) and close != losses
     assert "zeropp_fp8: recipe zeropp; 2 node(s) x 2 rank(s)" in table
+
+
+def test_checkpoints_have_the_residuals(place):
+    """Those of torchtitan's own checkpointer: a job that resumes prints what it would have printed."""
+    saving = ["--checkpoint.enable", "--checkpoint.interval", "3", "--checkpoint.folder", "with_residuals"]
+    losses, norms, _ = trained(place, "with_error_feedback", 6, *saving)
+    again, same, printed = trained(place, "with_error_feedback", 6, *saving, "--checkpoint.load_step", "3")
+    assert "step-3" in printed and len(losses) == 6
+    assert again == losses[3:] and same == norms[3:]
+    left_out = ["--checkpoint.exclude_from_loading", "zeropp_fp8.0"]
+    anew, other, _ = trained(place, "with_error_feedback", 6, *saving, "--checkpoint.load_step", "3", *left_out)
+    assert anew == pytest.approx(losses[3:], rel=1e-2) and other != norms[3:]

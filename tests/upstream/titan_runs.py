@@ -20,6 +20,12 @@ def zeropp():
     return torchtitan.with_collectives(llama3_debugmodel(), recipe="zeropp", ranks_per_node=2)
 
 
+def with_error_feedback():
+    gradients = {"error_feedback": True}
+    config = llama3_debugmodel()
+    return torchtitan.with_collectives(config, recipe="zeropp-4bit", ranks_per_node=2, gradients=gradients)
+
+
 def summed(config):
     """gloo multiplies no gradients on the way, as NCCL does for torchtitan's divide factor of 1."""
     shard = config.model_spec.parallelize_fn
