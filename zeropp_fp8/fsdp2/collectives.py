@@ -59,13 +59,14 @@ class QuantizedAllGather(_OfAModule, AllGather):
     ) -> None:
         self._check(group)
         host, unit = self._host, self._unit
-        with torch.no_grad(), host.counting_gathers():
-            host.first_hops(unit)
-            host.session.ledger.stock_would_send(group.size() * sum(unit.part_numels))
-            host.hops.start(unit)
-            pending = unit.pending
-            pending.wait()
-            unit.write(pending.gathered, output_tensor)
+        with host.counting_gathers(), torch.no_grad():
+            # Training uses the copies that an evaluation receives: they must not be inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                host.first_hops(unit)
+                host.session.ledger.stock_would_send(group.size() * sum(unit.part_numels))
+                host.hops.start(unit)
+                unit.pending.wait()
+            unit.write(unit.pending.gathered, output_tensor)  # which is torch's, and may be one
             host.hops.end(unit)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -23,11 +24,15 @@ from zeropp_fp8.zero.gather.hops import Hops
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import SecondaryShards
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.stage_part import Row, row_of_hop, table_of
+from zeropp_fp8.zero.stage_part import Row, idle_pattern_rows, row_of_hop, table_of
 from zeropp_fp8.zero.telemetry import ProgressLine
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+# Activation checkpointing and torch.compile put modules in between, which no name pattern and no checkpoint knows.
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 class Replicas:
@@ -66,7 +71,7 @@ class Host:
             for member in group.fsdp_params:
                 member.reset_sharded_param()  # loading may have put another Parameter in its place
             known = [member._module_info for member in group.fsdp_params]
-            names = [f"{places[id(each.module)]}.{each.param_name}".lstrip(".") for each in known]
+            names = [_WRAPPERS.sub("", f"{places[id(each.module)]}.{each.param_name}".lstrip(".")) for each in known]
             self.units.append(FSDPUnit(group, names, route))
         self.before_step: dict[FSDPUnit, list[Callable[[], None]]] = defaultdict(list)
         self.hops = Hops(route, lambda: self.units)
@@ -113,7 +118,8 @@ class Host:
         if version != unit.known_version:
             unit.known_version = version
             self.hops.cancel(unit)
-            unit.changed()
+            # After a step the other ranks send differences, whether they have written more or not.
+            unit.changed(by_step=not unit.secondary_is_current)
 
     def _forward_begins(self, *_: Any) -> None:
         evaluating = not torch.is_grad_enabled()
@@ -191,6 +197,8 @@ class Host:
         how = ("added to" if formats.differs else "as received") if kept else "none"
         remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there" if kept else ""
         rows.append(("secondary shard", how, kept, remark))
+        names = [name for unit in self.units for name in unit.names]
+        rows += idle_pattern_rows(session.config, {"weights": names, "gradients": names})
         return [*rows, ("gather unit", "fully_shard", 0, f"{len(self.units)} modules")]
 
 

@@ -117,13 +117,19 @@ def apply(
         section: more fields, as in the ds_config's section: `weights={"block_size": 128}`.
 
     Returns:
-        the model.
+        the model, as it was with `enabled=False`.
 
     Raises:
         ConfigError: the recipe or a field does not go with FSDP2, or the model with this; the same on every rank.
     """
     if getattr(model, _HOST, None) is not None:
         raise ConfigError("zeropp_fp8.fsdp2: apply() was called on this model before")
+    if section.get("enabled") is False:
+        return model
+    if recipe not in RECIPES:
+        raise ConfigError(
+            f"zeropp_fp8.fsdp2: recipe {recipe!r} is of ZeRO-3, or misspelt: recipes here are {', '.join(RECIPES)}"
+        )
     topology = {"ranks_per_node": ranks_per_node}
     groups = list(_groups_of(model))
     in_16_bits = any(dtype_of(g, member).itemsize == 2 for _, g in groups for member in g.fsdp_params)
@@ -161,8 +167,8 @@ def _refuse_what_is_of_zero(config: PluginConfig) -> None:
     plain, gradients = PluginConfig(), config.gradients
     others = [name for name in type(config).model_fields if name not in _HERE]
     found = [name for name in others if getattr(config, name) != getattr(plain, name)]
-    found += ["gradients.scales"] if gradients.scales != "block" else []
-    found += ["gradients.store_format"] if gradients.store_format != "none" else []
+    here = {"scales": "block", "store_format": "none", "accumulate_in": plain.gradients.accumulate_in}
+    found += [f"gradients.{field}" for field, only in here.items() if getattr(gradients, field) != only]
     if found:
         raise ConfigError(
             f'"{SECTION}.{found[0]}" is of ZeRO-3, and not of FSDP2, where weights and gradients are sent in few bits; '

@@ -50,4 +50,5 @@ def _with_residuals(checkpoint: Any) -> Any:
             extra = {f"zeropp_fp8.{index}": extra_state(part) for index, part in enumerate(model_parts)}
             super().__init__(config, model_parts=model_parts, states=states | extra, **more)
 
-    return WithResiduals.Config(**{each.name: getattr(checkpoint, each.name) for each in dataclasses.fields(checkpoint)})
+    fields = [each.name for each in dataclasses.fields(checkpoint)]
+    return WithResiduals.Config(**{name: getattr(checkpoint, name) for name in fields})

@@ -12,15 +12,14 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.config import PluginConfig, difference_bits
-from zeropp_fp8.config.compute import matches
+from zeropp_fp8.config import difference_bits
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.attached import unit_of
 from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.gather.used_experts import InParts
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.stage_part import Row, shown, table_of, without_kernel
+from zeropp_fp8.zero.stage_part import Row, idle_pattern_rows, shown, table_of, without_kernel
 from zeropp_fp8.zero.telemetry import MEGA
 
 if TYPE_CHECKING:
@@ -38,7 +37,10 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         rows += storage.report_rows([p for unit in gatherer.units if unit.storage is storage for p in unit.params])
     for part in session.parts:
         rows += part.rows()
-    rows += [*_gather_rows(session, gatherer, blocks), *_idle_pattern_rows(session.config, model)]
+    modules = [name for name, _ in model.named_modules()]
+    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = {"weights": params, "gradients": params, "compute": modules, "frozen": modules}
+    rows += [*_gather_rows(session, gatherer, blocks), *idle_pattern_rows(session.config, names)]
     return [*rows, *_not_loaded_rows(model)]
 
 
@@ -104,21 +106,6 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
         rows.append(("experts", "used", in_parts, remark if in_parts else "one rank: nothing is sent"))
     if config.compile == "blocks":
         rows.append(("compiled", "blocks", 0, "by torch.compile, at their first call"))
-    return rows
-
-
-def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[Row]:
-    """The user's name patterns that match nothing in this model: misspelt, or meant for another engine's model."""
-    modules = [name for name, _ in model.named_modules()]
-    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    rows = []
-    for section, names in {"weights": params, "gradients": params, "compute": modules, "frozen": modules}.items():
-        part = getattr(config, section)
-        default = type(part).model_fields["skip_modules"].default
-        given = [pattern for pattern in part.skip_modules if pattern not in default]
-        idle = [pattern for pattern in given if not any(matches(name, [pattern]) for name in names)]
-        if idle:
-            rows.append((section, "as without", 0, f"skip_modules names nothing of this model by {shown(idle)}"))
     return rows
 
 

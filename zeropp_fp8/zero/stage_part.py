@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp_fp8.config import PluginConfig
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import WireFormat
 
 Row = tuple[str, str, int, str]  # a line of the start table: subject, format, parameters (0: not shown), remark
@@ -124,3 +126,16 @@ def without_kernel(device: torch.device, wire_format: WireFormat | None) -> str:
 def shown(names: list[str]) -> str:
     """The first four names, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
+
+
+def idle_pattern_rows(config: PluginConfig, names_of: dict[str, list[str]]) -> list[Row]:
+    """The user's name patterns that match none of the names that their part of the section is about."""
+    rows = []
+    for section, names in names_of.items():
+        part = getattr(config, section)
+        default = type(part).model_fields["skip_modules"].default
+        given = [pattern for pattern in part.skip_modules if pattern not in default]
+        idle = [pattern for pattern in given if not any(matches(name, [pattern]) for name in names)]
+        if idle:
+            rows.append((section, "as without", 0, f"skip_modules names nothing of this model by {shown(idle)}"))
+    return rows

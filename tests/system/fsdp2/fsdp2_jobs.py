@@ -189,6 +189,45 @@ def averages():
     return found
 
 
+def evaluated_between_steps(recipe, policy, context):
+    """Losses of steps with evaluations in between, in a context."""
+    data, losses = list(batches(4, dist.get_rank())), []
+    model = fsdp2.apply(sharded(policy), recipe)
+    optimizer = adamw(model)
+    for first in (0, 2):
+        losses += trained(model, data[first : first + 2], optimizer)
+        with context():
+            losses.append(loss_of(model, data[0]).item())
+        model.reshard()
+    return losses
+
+
+def written_by_one_rank(recipe, policy=None):
+    """(losses, stock's) where one rank alone writes some of its part after a step."""
+    data, found = list(batches(4, dist.get_rank())), []
+    for name in (recipe, None):
+        model = sharded(policy)
+        if name:
+            fsdp2.apply(model, name)
+        optimizer = adamw(model)
+        losses = trained(model, data[:2], optimizer)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model.model.embed_tokens.weight.to_local()[0].zero_()
+        found.append(losses + trained(model, data[2:], optimizer))
+    return found
+
+
+def left_exact(wrap):
+    """(bytes of weights between nodes per step, the start table) where some modules are left exact behind wrappers."""
+    before, found = len(printed()), {}
+    for pattern in ("layers.0.mlp", "nowhere"):
+        model = fsdp2.apply(sharded(BF16, wrap=wrap), "zeropp", weights={"skip_modules": [pattern]})
+        trained(model, batches(2, dist.get_rank()))
+        found[pattern] = fsdp2.wire_report(model)["per_step"]["weights_forward"]["inter"]
+    return found, printed()[before:]
+
+
 def accumulated(recipe, how, policy=None):
     """Gradients of three micro-batches, and bytes of gradients between nodes: None, by "sync", or by "last"."""
     data = list(batches(3, dist.get_rank()))
@@ -512,6 +551,9 @@ def refused():
         "same copy": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp["shard"])),
         "symmetric memory": attempt(lambda: fsdp2.apply(_with_memory_of_the_group())),
         "recipe": attempt(lambda: fsdp2.apply(sharded(BF16), "fp8-lm")),
+        "no nodes": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp-pcie")),
+        "added elsewhere": attempt(lambda: fsdp2.apply(sharded(), "zeropp", gradients={"accumulate_in": "world"})),
+        "off": fsdp2.apply(sharded(), "zeropp", enabled=False) is not None,
         "field": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp", numerics={"every": 5})),
         "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),
         "exact in 32 bits": attempt(lambda: fsdp2.apply(sharded(), "zeropp-exact")),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hang_guard import HANG
 from ranks import run_ranks, run_two
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.places import ROOT
 
@@ -264,6 +265,28 @@ def test_checkpoints_of_torch(recipe, error_feedback, copies):
         assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
 
 
+@pytest.mark.parametrize("recipe, policy", [("zeropp", None), ("zeropp-exact", jobs.BF16), ("zeropp-4bit", None)])
+def test_training_goes_on_after_inference_mode(recipe, policy):
+    plain, inference = (
+        run_two(jobs.evaluated_between_steps, recipe=recipe, policy=policy, context=context)
+        for context in (torch.no_grad, torch.inference_mode)
+    )
+    assert plain == inference
+
+
+@pytest.mark.parametrize("recipe, policy", [("zeropp", None), ("zeropp-exact", jobs.BF16), ("zeropp-4bit", None)])
+def test_one_rank_alone_writes_its_part_after_a_step(recipe, policy):
+    for losses, stock in run_two(jobs.written_by_one_rank, recipe=recipe, policy=policy):
+        assert losses == pytest.approx(stock, rel=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [None, checkpoint_wrapper, functools.partial(torch.compile, backend="eager")])
+def test_name_patterns_do_not_depend_on_wrappers(wrap):
+    for rank, (sent, text) in enumerate(run_two(jobs.left_exact, wrap=wrap)):
+        assert sent["layers.0.mlp"] > 1.1 * sent["nowhere"]
+        assert text.count("skip_modules names nothing of this model by nowhere") == (rank == 0)
+
+
 def test_steps_after_loading():
     """torch.distributed.checkpoint makes an empty step of the optimizer, so that there are states to load into."""
     assert run_two(jobs.steps_after_loading) == [[0, 2]] * 2
@@ -283,7 +306,9 @@ def test_refusals():
         assert "apply() was called on this model before" in said["twice"]
         assert "give fully_shard a mesh of one dimension" in said["HSDP"]
         assert all("replicate must be a mesh of one dimension" in said[each] for each in ("copies", "same copy"))
-        assert "is of ZeRO-3, and not of FSDP2" in said["recipe"] and "zeropp-4bit, zeropp-exact" in said["recipe"]
+        for recipe in ("recipe", "no nodes"):
+            assert "is of ZeRO-3, or misspelt" in said[recipe] and "zeropp-4bit, zeropp-exact" in said[recipe]
+        assert '"zeropp_fp8.gradients.accumulate_in" is of ZeRO-3' in said["added elsewhere"] and said["off"] is True
         assert '"zeropp_fp8.numerics" is of ZeRO-3' in said["field"]
         assert "wheights" in said["unknown"] and "did you mean" in said["unknown"]
         assert "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in said["exact in 32 bits"]
