@@ -5,8 +5,8 @@
     python -m benchmarks.before_after --before runs/7e85fbb --ranks 4 --gbit 25 --out runs/25gbit.json    (root)
 
 A step on NVLink waits for Python, whose speed varies from minute to minute: rounds of the same code differed by up to
-56 % (docs/planning.md). So both versions are there at once, each in processes of its own on the same GPUs, and step in
-turns. The difference is the median over the pairs of their steps.
+56 % (benchmarks/results/plan_fit). So both versions are there at once, each in processes of its own on the same GPUs,
+and step in turns. The difference is the median over the pairs of their steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of docs/planning.md fitted anew: a line per line of it, where they differ, and its totals.
+"""The table of benchmarks/results/plan_fit/README.md fitted anew: line by line, where they differ, and its totals.
 
 python -m benchmarks.plan_fit.documented
 """
@@ -10,13 +10,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from benchmarks.harness.environment import ROOT
 from benchmarks.harness.results import RESULTS
 from benchmarks.plan_fit.fit import Residual, check, fitted, held_out, machine_of, measured_on
 from benchmarks.plan_fit.points import load_points
 from zeropp_fp8.plan import METHODS
 
-PAGE = ROOT / "docs/planning.md"
+PAGE = RESULTS / "plan_fit/README.md"
 HEAD = "| steady runs, below `benchmarks/results` |"
 BEYOND = 0.15  # an error that the totals count
 

@@ -88,7 +88,7 @@ def test_a_machine_is_held_to_what_is_known():
 def test_quantized_runs_on_slow_links_need_no_fit():
     """Where the wire bounds the step, the constants fitted to other people's runs predict this project's.
 
-    Not so where the host does, as in the eager runs of h200-4-25_10gbit (docs/planning.md: 6.8 ms a block, 3.9 in the
+    Not so where the host does, as in the eager runs of h200-4-25_10gbit (plan_fit/README.md: 6.8 ms a block, 3.9 in the
     preset), nor exact differences, which are modelled 11 to 33 % too fast there.
     """
     points = [p for p in load_points(RESULTS) if p.run.startswith("zeropp") and p.run in METHODS]

@@ -25,7 +25,7 @@ from zeropp_fp8.plan.traffic import flat_ring
 RESULTS = ROOT / "benchmarks/results/rlhf_step"
 MODEL = Model.from_parameters(7e9)
 JOB = Job(MODEL, Cluster(4, 8, 100), 4096, 512, kept_parameters=0)
-# Largest error of a file's runs, both phases, after fitting the host; the figures of docs/planning.md.
+# Largest error of a file's runs, both phases, after fitting the host; the figures of plan_fit/README.md.
 ERRORS = {
     "h200-1-local": 29,
     "h100-2-nvlink-full": 20,
@@ -118,7 +118,7 @@ def test_measured_times(name):
     assert {p.phase for p in points} == {"experience", "training"}
     residuals = check(points, machine_of(points, EMULATED_H200))
     assert round(100 * max(abs(r.error) for r in residuals)) == ERRORS[name]
-    assert f"`rlhf_step/{name}`" in (ROOT / "docs/planning.md").read_text()
+    assert f"`rlhf_step/{name}`" in (RESULTS.parent / "plan_fit/README.md").read_text()
 
 
 def test_every_file_is_in_the_list():

@@ -40,7 +40,7 @@ TARGET = 0.3  # percent: what the project asks of a recipe that is to learn as s
 PCIE = "zeropp-pcie"  # every rank a node of its own, in one node alone
 FULL = (*EXACT, *(name for name in LOSS if METHODS[name].stored_bytes is None and name != PCIE))
 LORA = (*EXACT, *(name for name in LOSS if not METHODS[name].cast_bytes and name != PCIE))
-SAME = 0.15  # faster by less says nothing: most of the measured steps of docs/planning.md are modelled within it
+SAME = 0.15  # faster by less says nothing: nearly all measured steps are modelled within it (docs/planning.md)
 GIB = 2**30
 Estimator = Callable[[Method, Job, Hardware], Estimate]
 
