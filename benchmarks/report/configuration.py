@@ -64,7 +64,7 @@ DeepSpeed's does not see them. One that contradicts the section is refused.
 |---|---|
 | `{RECIPE_VARIABLE}` | the recipe of every stage-3 ds_config that says nothing of the plugin |
 | `NCCL_HOSTID` | what takes the place of a host's name, see `topology` |
-| `DS_ACCELERATOR` | `cpu` makes DeepSpeed use the CPU where it finds no GPU |
+| `DS_ACCELERATOR` | `cpu` makes DeepSpeed use the CPU, even if there is a GPU |
 """
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import islice, pairwise
 
 from benchmarks.harness.memory import OWNERS
 from benchmarks.harness.profiling import PHASES
@@ -120,7 +120,7 @@ def step_time_says(*results: dict) -> str:
         f"""At 25 Gbit/s `zeropp-exact` is {times("stock-leaf", 25.0)} times as fast as stock ZeRO-3 and
         {times("in-tree-leaf", 25.0)} times as fast as DeepSpeed's ZeRO++ (compiled: {both(25.0, "-compiled")} times),
         at 10 Gbit/s {both(10.0)} times (compiled: {both(10.0, "-compiled")}). Goals at 25 Gbit/s, compiled: 10 times
-        stock is {outcome("stock-leaf", 10)}, 3.3 times ZeRO++ is {outcome("in-tree-leaf", 3.3)}."""
+        stock ({outcome("stock-leaf", 10)}), 3.3 times ZeRO++ ({outcome("in-tree-leaf", 3.3)})."""
     )
 
 
@@ -146,20 +146,38 @@ def readme_demo(result: dict) -> str:
     return f"{said} (`benchmarks/results/demo/cpu-4-gloo.json`, {since(result)}):\n\n{demo_output(result)}"
 
 
+def beside_fsdp2(results: Sequence[dict], mode: str = "") -> list[float]:
+    """The step time of `zeropp` over FSDP2's on NVLink, of each result that has both; `mode`: "-compiled" or none."""
+    found = []
+    for result in results:
+        rows = result.get("comparison", result["rows"])
+        ms = {row["run"]: row["step_ms"] for row in rows if "nvlink" in (row.get("gbit"), row.get("link"))}
+        if {f"zeropp{mode}", f"fsdp2{mode}"} <= set(ms):
+            found.append(ms[f"zeropp{mode}"] / ms[f"fsdp2{mode}"])
+    return found
+
+
 def readme_step_time(*results: dict) -> str:
-    """The step times that README.md shows, those of another host that differ most, and where the others are."""
-    results, other = results[: len(HEADLINE)], by_rate(*results[len(HEADLINE) :])
-    found = by_rate(*results)
+    """The step times that README.md shows, how far other hosts and commits differ, and where their results are."""
+    remaining = iter(results)
+    results, elsewhere, few, many = (
+        list(islice(remaining, len(files))) for files in (HEADLINE, ELSEWHERE, FEW_TOKENS, MANY_TOKENS)
+    )
+    found, other = by_rate(*results), by_rate(*elsewhere)
     rows = []
     for run in IN_README:
         cells, label = times_of(found, run), FOUR_GPUS[run]
         rows.append([label, *(bold(cell) if cell and label.startswith("**") else cell for cell in cells)])
     (commit,) = {result["commit"] for result in results}
+    in_one_node = [beside_fsdp2(of_size) for of_size in ((*elsewhere, *few), many)]
+    compiled = [beside_fsdp2((*few, *many), "-compiled")]
+    spans = [f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in in_one_node + compiled]
     source = paragraph(
-        f"""From `benchmarks/results/two_nodes/h200-4-*`, commit `{commit}`, all on one day and host. Hosts differ: on
-        another one, with older commits, DeepSpeed's ZeRO++ took {other["in-tree-leaf", 25.0]["step_ms"]:.0f} ms at 25
-        Gbit/s, and stock ZeRO-3 {other["stock-leaf", "nvlink"]["step_ms"]:.0f} ms in one node
-        ([Results](docs/results.md#step-time-between-nodes))."""
+        f"""From `benchmarks/results/two_nodes/h200-4-*`, commit `{commit}`, all on one day and host (the file of 25 and
+        10 Gbit/s was cut short). Hosts and commits differ: elsewhere DeepSpeed's ZeRO++ took
+        {other["in-tree-leaf", 25.0]["step_ms"]:.0f} ms at 25 Gbit/s, and in one node stock ZeRO-3
+        {other["stock-leaf", "nvlink"]["step_ms"]:.0f} ms and `zeropp` {spans[0]} of FSDP2's time with few tokens,
+        {spans[1]} with 4 x 2,048 per GPU, {spans[2]} compiled ([Results](docs/results.md#step-time-in-one-node))."""
     )
     return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
 
@@ -237,7 +255,8 @@ def memory_of_step(result: dict) -> str:
     for title, key, names in (("", "phases_gib", PHASES), ("at the peak: ", "at_peak_gib", OWNERS)):
         sizes = [found[key] for found in of_run.values()]
         for name in (name for name in names if any(name in found for found in sizes)):
-            rows.append([title + name, *(f"{found[name]:.2f}" if name in found else "" for found in sizes)])
+            label = title + name.replace("held before", "in memory before")  # the name in results
+            rows.append([label, *(f"{found[name]:.2f}" if name in found else "" for found in sizes)])
     return table(["GiB", *(f"`{run}`" for run in of_run)], rows)
 
 
@@ -414,13 +433,25 @@ def kernels_on_cpu_say(result: dict) -> str:
 
 HEADLINE = tuple(f"two_nodes/h200-4-{case}" for case in ("25_10gbit", "25_10gbit-compiled", "nvlink-again"))
 ELSEWHERE = tuple(f"two_nodes/h200-4-{case}" for case in ("25gbit", "10_6_4gbit", "nvlink"))
+# Steps of `zeropp` and FSDP2 over NVLink on hosts of OVER_HOSTS, and of older commits.
+OVER_HOSTS = tuple(
+    f"one_node/h200-2-nvlink{shape}{host}" for host in ("", "-again", "-third", "-fourth") for shape in ("", "-4x2048")
+)
+FEW_TOKENS = OVER_HOSTS[::2] + tuple(
+    f"two_nodes/h200-2-nvlink{case}" for case in ("_25gbit-fsdp2", "-compiled", "-compiled_zero3_linear")
+)
+MANY_TOKENS = OVER_HOSTS[1::2] + tuple(
+    f"two_nodes/h200-{case}" for case in ("4-nvlink-4x2048", "2-nvlink-4x2048-compiled_zero3_linear")
+)
 BLOCKS = {
     "demo": Block(demo, ("demo/cpu-4-gloo",)),
     "step_time": Block(step_time, HEADLINE, cut_short=HEADLINE[:1]),
     "step_time_says": Block(step_time_says, HEADLINE, cut_short=HEADLINE[:1], sourced=False),
     "at_a_large_rate": Block(at_a_large_rate, ("two_nodes/h200-4-25_10gbit-6e-4",)),
     "step_time_elsewhere": Block(step_time_elsewhere, ELSEWHERE),
-    "readme_step_time": Block(readme_step_time, (*HEADLINE, *ELSEWHERE), cut_short=HEADLINE[:1], sourced=False),
+    "readme_step_time": Block(
+        readme_step_time, (*HEADLINE, *ELSEWHERE, *FEW_TOKENS, *MANY_TOKENS), cut_short=HEADLINE[:1], sourced=False
+    ),
     "readme_demo": Block(readme_demo, ("demo/cpu-4-gloo",), sourced=False),
     "nvlink_large": Block(nvlink_large, ("two_nodes/h200-4-nvlink-4x2048",)),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
