@@ -14,7 +14,7 @@ COMMANDS = {
     "plan": ("zeropp_fp8.plan.__main__", "estimate steps by formula, and recommend a recipe"),
     "numerics": ("zeropp_fp8.numerics.show", "show what a run has sampled of its rounding"),
     "reference": ("zeropp_fp8.numerics.reference", "run a job for some steps, and in high precision, and compare"),
-    "bisect": ("zeropp_fp8.numerics.bisect", "find the part of low precision that carries the difference"),
+    "bisect": ("zeropp_fp8.numerics.bisect", "find the part of low precision that causes a difference"),
     "export": ("zeropp_fp8.export", "copy a checkpoint with decoded weights, for stock DeepSpeed and zero_to_fp32"),
 }
 USAGE = "usage: python -m zeropp_fp8 COMMAND ... | --version\n" + "\n".join(

@@ -13,6 +13,7 @@ of, unless --trust is given. It fills NEW_FOLDER when the copy is complete; if i
 
 from __future__ import annotations
 
+import argparse
 import math
 import shutil
 import sys
@@ -151,14 +152,19 @@ def _mapped(values: Tensor, path: Path) -> Tensor:
     return torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype).copy_(values)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command line; ends with status 1 and a message on stderr where `export_checkpoint` raises."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = Parser("export", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder that save_checkpoint was given")
     parser.add_argument("out", metavar="NEW_FOLDER", help="a folder that is not there yet, or empty")
     parser.add_argument("--tag", help="which checkpoint in it; without, the one that its file `latest` names")
     parser.add_argument("--trust", action="store_true", help="read its files even if what they hold may run code")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Export; end with status 1 and a message on stderr where `export_checkpoint` raises."""
+    given = parse(arguments)
     try:
         decoded = export_checkpoint(given.checkpoint, given.out, given.tag, trust=given.trust)
     except (OSError, ValueError) as error:

@@ -161,7 +161,7 @@ def test_what_takes_a_fragment_for_a_tensor_is_told(use):
     assert str(raised.value) == (
         "model.layers.0.mlp.up_proj.weight was saved by zeropp_fp8 as nf4 (block 16, double-quantized scales) codes, "
         "which are no numbers. To read the checkpoint without the plugin, run "
-        "`python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER` and read NEW_FOLDER; to resume from it, call "
+        "`python -m zeropp_fp8 export CHECKPOINT NEW_FOLDER` and read NEW_FOLDER; to resume from it, call "
         'zeropp_fp8.enable() and set "zeropp_fp8.frozen.format" to "nf4"'
     )
 

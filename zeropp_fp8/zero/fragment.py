@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats import WireFormat, make_format
 
-EXPORT_COMMAND = "python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER"
+EXPORT_COMMAND = "python -m zeropp_fp8 export CHECKPOINT NEW_FOLDER"
 _stands_in: ContextVar[bool] = ContextVar("zeropp_fp8_stands_in", default=False)
 
 

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(saved, excluded
             message = results[name]
             assert message.startswith('ConfigError: "zeropp_fp8.frozen.format": the checkpoint holds base_model.model.')
             assert "as nf4 (block 16, double-quantized scales) codes, this engine keeps it" in message
-            assert "python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER" in message
+            assert "python -m zeropp_fp8 export CHECKPOINT NEW_FOLDER" in message
             assert ("as int8 (block 16) codes" if name == "other format" else "in float32") in message
         assert results["stock"].startswith(f"RawCodesError: {CODES}")
         assert "an adapter is merged into" in results["merged"] and "unmerge adapters" in results["merged"]
@@ -168,7 +168,7 @@ def test_readers_of_numbers_are_told(saved):
     found, trained = run_ranks(jobs.readers_of_numbers, world=1, ranks_per_node=1, folder=folder)[0]
     assert set(found) == {"dict", "lazy", "files"}
     for message in found.values():
-        assert message.startswith(f"RawCodesError: {CODES}") and "python -m zeropp_fp8.export" in message
+        assert message.startswith(f"RawCodesError: {CODES}") and "python -m zeropp_fp8 export" in message
     assert equal(trained, runs[0].seen[0]["masters"])
 
 
