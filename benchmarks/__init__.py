@@ -1,4 +1,4 @@
-"""Measurements: a file a question, run as `python -m benchmarks.NAME` from the root of the repository."""
+"""Measurements: one file per question, run as `python -m benchmarks.NAME` from the root of the repository."""
 
 # Questions that were answered once. Their results stay; `git show COMMIT:benchmarks/NAME.py` prints their code.
 ARCHIVED = dict.fromkeys(

@@ -16,7 +16,7 @@ and kernels do in nodes of several ranks, without as many GPUs. Every case build
                 not there yet, or not any more.
     features    one batch over and over, on a smaller model: losses must be finite, end lower than they began and never
                 rise above that; where equality is promised (resuming, scopes of the secondary shard, exact differences,
-                `lossless`), it is tested as above. An FP8 weight that travels as its GEMM's codes must give what a cast
+                `lossless`), it is tested as above. An FP8 weight that is sent as its GEMM's codes must give what a cast
                 of the gathered 16-bit weight gives.
 
 A case that raises on every rank is FAILED and the others go on. A rank that raises alone, or a case that takes longer
@@ -191,7 +191,7 @@ class Run:
             from zeropp_fp8.formats import UnquantizedFormat
 
             gatherer = self.engine.optimizer.gatherer
-            ensure(len(gatherer.route.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
+            ensure(len(gatherer.route.gemm_weights) > 0, "no weight is sent as the codes of its GEMM")
             route = gatherer.route
             of_session = route.format_of
             route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)

@@ -1,4 +1,4 @@
-"""Generation with the model of a ZeRO-3 engine: milliseconds a token, bytes between nodes, memory.
+"""Generation with the model of a ZeRO-3 engine: milliseconds per token, bytes between nodes, memory.
 
     python -m benchmarks.generation --ranks 4 --gbit 25 --out generation.json      # two emulated nodes; as root
     python -m benchmarks.generation --ranks 1                                      # one GPU, or a small model on a CPU
@@ -232,7 +232,7 @@ def show(result: dict) -> None:
         f"{settings['batch']} sequences a rank, prompt of {settings['prompt']} tokens"
     )
     print(
-        f"{'':<14}{'ms a':>9}{'prompt':>9}{'enter':>9}{'leave':>8}{'kept':>8}{'at rest':>9}{'peak':>8}"
+        f"{'':<14}{'ms a':>9}{'prompt':>9}{'enter':>9}{'leave':>8}{'kept':>8}{'stored':>9}{'peak':>8}"
         f"{'MB between':>12}{'x plain':>9}{'stock / it':>12}{'hpz / it':>10}{'host':>8}{'kernels':>9}{'launches':>10}\n"
         f"{'':<14}{'token':>9}{'ms':>9}{'ms':>9}{'ms':>8}{'GiB':>8}{'GiB':>9}{'GiB':>8}{'a token':>12}{'':31}"
         f"{'ms':>8}{'ms':>9}"

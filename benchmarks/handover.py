@@ -9,11 +9,11 @@ and comparing; what comes of it goes nowhere. All of the weights are trained, or
 trl, trl-lora      stock DeepSpeed, and what TRL with vLLM iterates over: parameter by parameter; with LoRA the whole
                    model at once, merged in its own dtype
 merged, ...-lora   zeropp: `weights="merged"`, block by block, adapters merged in fp32
-fp8                zeropp with FP8 compute and weights that travel in FP8: `format="fp8"`, the codes that training uses
+fp8                zeropp with FP8 compute and weights that are sent in FP8: `format="fp8"`, the codes of training
 changes, ...-lora  zeropp: `Changes`, the elements that a step has changed, places and values
 updates, ...-lora  zeropp: `Updates`, exact differences
 adapters-lora      zeropp: `weights="adapters"`
-merged-qlora, adapters-qlora   on frozen weights that rest in NF4
+merged-qlora, adapters-qlora   on frozen weights that are stored in NF4
 
 "payload" is what the engine gets, "gathered" what a rank of the trainer sends for it by the ledger of the plugin (stock
 has none; `--gbit` counts at the interface for all), "there" the largest part of the weights that is gathered at once.
@@ -188,7 +188,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     transfer.send_weights()
     if args.gbit:
         set_rate_everywhere(args.gbit)
-    times, crossed = [], 0
+    times, sent_by_node = [], 0
     for _ in range(args.repeats):
         step()
         sent, payload = gathered_bytes(run, engine), transfer.sent_bytes
@@ -196,7 +196,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         meter.start_peak()
         times.append(timed(transfer.send_weights, device)[0])
         torch.distributed.barrier()
-        crossed = sent_bytes() - before if args.gbit is not None else None
+        sent_by_node = sent_bytes() - before if args.gbit is not None else None
         gathered = None if sent is None else gathered_bytes(run, engine) - sent
         payload = transfer.sent_bytes - payload
         peak = meter.peak()
@@ -206,7 +206,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         "ms": min(times),
         "payload_bytes": payload,
         "gathered_bytes_per_rank": gathered,
-        "tx_bytes_per_node": crossed,
+        "tx_bytes_per_node": sent_by_node,
         "tensors": len(source.metadata()),
         "there_bytes": there_at_once(engine, source) if isinstance(transfer, Iterated) else None,
         "peak_bytes": peak,

@@ -80,7 +80,7 @@ def receive(address: str, device: torch.device) -> None:
 
 def hand_over(run: str, args, device: torch.device, transfer, step) -> dict:
     """The row of a run."""
-    seconds, stalled, payload, crossed = [], [], [], []
+    seconds, stalled, payload, sent_by_link = [], [], [], []
     transfer.send_weights()
     for _ in range(args.repeats):
         step()
@@ -94,10 +94,10 @@ def hand_over(run: str, args, device: torch.device, transfer, step) -> dict:
         transfer.complete()
         seconds.append(time.perf_counter() - begun)
         payload.append(transfer.sent_bytes - sent)
-        crossed.append(sent_bytes() - at_interface if args.gbit else None)
+        sent_by_link.append(sent_bytes() - at_interface if args.gbit else None)
     middle = sorted(range(args.repeats), key=seconds.__getitem__)[args.repeats // 2]
     row = {"seconds": seconds[middle], "stalled": stalled[middle], "payload_bytes": payload[middle]}
-    return {"run": run, **row, "tx_bytes": crossed[middle], "all_seconds": seconds}
+    return {"run": run, **row, "tx_bytes": sent_by_link[middle], "all_seconds": seconds}
 
 
 def alone(device: torch.device) -> None:

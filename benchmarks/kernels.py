@@ -9,7 +9,7 @@ one scale for the whole tensor; its error stands beside the block-scaled one's. 
 with: the same bytes by operations of torch.
 
 Exact differences are of bf16 weights with a standard deviation of 0.02 from those before an update: normal numbers, of
-whose masters the standard deviation is the learning rate. "add difference" counts all held weights as read and written,
+whose masters the standard deviation is the learning rate. "add difference" counts all old weights as read and written,
 of which it skips those that have not changed.
 """
 

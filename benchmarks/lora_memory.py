@@ -1,4 +1,4 @@
-"""Memory of LoRA over frozen weights that rest as codes, against bf16 ZeRO-3 and bitsandbytes.
+"""Memory of LoRA over frozen weights stored as codes, against bf16 ZeRO-3 and bitsandbytes.
 
     python -m benchmarks.lora_memory --side-by-side 4 --out runs/lora_memory.json
     python -m benchmarks.lora_memory --ranks 4 --runs stock-lora,nf4-dq --out runs/lora_memory_4.json

@@ -1,4 +1,4 @@
-"""Held-out loss of LoRA over frozen weights that rest as codes, against LoRA over the same weights in bf16.
+"""Held-out loss of LoRA over frozen weights stored as codes, against LoRA over the same weights in bf16.
 
     python -m benchmarks.lora_quality --out runs/lora_quality.json
     python -m benchmarks.lora_quality --size 3m --out runs/lora_quality.json          (a CPU, some 6 minutes)
@@ -7,8 +7,8 @@
 A small Llama is pre-trained by examples/pretrain/train.py on the bytes of the Python standard library's files whose
 names begin with a to m, and saved as a Hugging Face checkpoint (--base DIR keeps it, and uses it where it is there).
 It is then fine-tuned with LoRA on all linear layers on the files from n to z, 5 % of them held out. Weights become
-codes while the checkpoint is loaded. Every run is a ZeRO-3 engine of one rank, so nothing but what the frozen weights
-rest in differs: same adapters, data, order and schedule for a seed. Runs:
+codes while the checkpoint is loaded. Every run is a ZeRO-3 engine of one rank, so runs differ only in the
+format that stores frozen weights: same adapters, data, order and schedule for a seed. Runs:
 
     bf16                    nothing stored
     int8, int4, nf4         blocks of 64

@@ -1,4 +1,4 @@
-"""Step time and traffic of LoRA over frozen weights that rest as codes, against bf16 ZeRO-3 and bitsandbytes.
+"""Step time and traffic of LoRA over frozen weights stored as codes, against bf16 ZeRO-3 and bitsandbytes.
 
     python -m benchmarks.lora_step --ranks 4 --gbit 25 --out runs/lora_25gbit.json         (root: namespaces)
 
@@ -89,7 +89,7 @@ def wire_of(before: dict[str, float], after: dict[str, float], args) -> dict[str
 
 
 def compare(rows: list[dict], settings: dict) -> list[dict]:
-    """A line per run over its rounds; its speed against stock and against weights that travel as INT8."""
+    """A line per run over its rounds; its speed against stock and against weights that are sent as INT8."""
     lines = []
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]

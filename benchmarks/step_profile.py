@@ -6,7 +6,7 @@ For each run: the step time without a profiler; device time of one step by kind 
 stream was busy; host time of one step by Python function (cProfile, of the main thread: on a GPU autograd runs
 backward's hooks in a thread of its own, which cProfile does not see) and by call into CUDA; the peak of memory in each
 phase, and by owner at the highest. Ranks, model and runs are those of harness/peers.py. On a CPU there is no device
-part, and of memory only what rests between steps.
+part, and of memory only what is there between steps.
 """
 
 from __future__ import annotations

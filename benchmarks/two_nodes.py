@@ -13,7 +13,7 @@ it just before: a busy host may move less than the rate, and times are then of t
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
 Only where --runs names them:
-    zeropp-exact             weights in 16 bits that cross as exact differences, gradients as with `zeropp`
+    zeropp-exact             weights in 16 bits that are sent as exact differences, gradients as with `zeropp`
     lossless-exact           `lossless` with such differences; their bytes depend on --lr
     zeropp-whole, fp8-lm-zeropp-whole
                              `zeropp` and `fp8-lm-zeropp` without differences of their codes
@@ -333,14 +333,14 @@ def equivalences(result: dict, at: float, against: str = "stock") -> list[dict]:
     for run in dict.fromkeys(row["run"] for row in result["rows"]):
         points = sorted((rate, ms) for (name, rate), ms in times.items() if name == run and rate not in (ONE_NODE, 0))
         if run != against and points:
-            bound, rate = crossing(points, target)
+            bound, rate = rate_of(points, target)
             found.append(
                 {"run": run, "against": against, "at_gbit": at, "target_ms": target, "bound": bound, "gbit": rate}
             )
     return found
 
 
-def crossing(points: list[tuple[float, float]], target: float) -> tuple[str, float]:
+def rate_of(points: list[tuple[float, float]], target: float) -> tuple[str, float]:
     """The lowest rate with a time of `target`, on straight lines between (rate, time) with both axes logarithmic."""
     if points[0][1] <= target:
         return "at most", points[0][0]

@@ -1,4 +1,4 @@
-"""Which weights a forward computes with when they travel in each format: how near they are, what is learned, the price.
+"""Which weights a forward computes with when they are sent in each format: how near, what is learned, the price.
 
     python -m benchmarks.weight_fidelity --out weight_fidelity.json
     python -m benchmarks.weight_fidelity --merge a.json b.json --out weight_fidelity.json                  # other seeds

@@ -2,8 +2,8 @@
 
 stock-lora      stock DeepSpeed's ZeRO-3, decoder layers as z3 leaf modules
 lossless-lora   the same through this project
-zeropp-lora     weights travel as INT8 and each node keeps what it received; they rest in 16 bits
-int8, int4      frozen weights rest as codes, blocks of 64; the rest as zeropp-lora
+zeropp-lora     weights are sent as INT8 and each node keeps what it received; they are stored in 16 bits
+int8, int4      frozen weights are stored as codes, blocks of 64; the rest as zeropp-lora
 int4-dq         scales in 8 bits (double quantization)
 nf4, nf4-dq     NF4; nf4-dq is the recipe `qlora`
 nf4-dq-rank     qlora, and every rank keeps all codes

@@ -29,7 +29,7 @@ FRAMES = (
 
 
 def owned(trainer) -> Iterator[tuple[str, Tensor]]:
-    """(owner, tensor) of all that rests between steps in a trainer of harness/peers.py."""
+    """(owner, tensor) of all that is there between steps in a trainer of harness/peers.py."""
     if isinstance(trainer, peers.FsdpRun):
         optimizer = trainer.optimizer
         yield from ((MASTER, _local(param)) for param in trainer.model.parameters())
@@ -91,7 +91,7 @@ def at_peak(before: dict[int, tuple[str, int]], events: list[dict]) -> dict[str,
 
 
 def memory_profile(trainer, step: Callable[[], object], device: torch.device, found: int) -> dict:
-    """GiB of one step. On a GPU the peak of each phase, and by owner at the highest; else what rests between steps.
+    """GiB of one step. On a GPU the peak of each phase, and by owner at the highest; else what is there between steps.
 
     Args:
         found: bytes that were allocated before the trainer was made, and do not count.

@@ -54,7 +54,7 @@ class Case:
     checkpointing: str | None = None  # reentrant | non-reentrant
     zero_init: bool = False
     delays: bool = False
-    only_gemm_weights: bool = False  # weights that no FP8 layer multiplies travel as they are
+    only_gemm_weights: bool = False  # weights that no FP8 layer multiplies are sent as they are
     falls_back: bool = False  # in the middle, to high precision
     resume: bool = False  # save in the middle, and repeat the second half from the checkpoint
     check: Callable[[dict, dict], None] | None = None  # (this case's record, records by name)
@@ -90,7 +90,7 @@ def _sends_gradients(times: int) -> Callable[[dict, dict], None]:
 
 
 def _backward_sends(inter: bool, intra: bool) -> Callable[[dict, dict], None]:
-    """Whether backward's gathers cross between nodes and inside them."""
+    """Whether backward's gathers send between nodes and inside them."""
 
     def check(record: dict, records: dict) -> None:
         sent = record["wire"]["per_step"]["weights_backward"]
@@ -139,7 +139,7 @@ def fp8(scaling: str, weights: str, scope: str = "node") -> dict:
 
 
 def fp8_wire(scaling: str, scope: str = "node") -> dict:
-    """Of a Case: weights travel as the codes of their GEMM."""
+    """Of a Case: weights are sent as the codes of their GEMM."""
     return {"fields": fp8(scaling, "fp8_e4m3", scope), "only_gemm_weights": True}
 
 

@@ -52,7 +52,7 @@ OWNERS = {
 }
 STOCK_MUON = "stock-muon"
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
-# Gradients of each micro-batch cross between nodes.
+# Gradients of each micro-batch are sent between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
 ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
 RECIPES = ("lossless", *QUANTIZED, "zeropp-exact", "zeropp-pcie", *IN_FP8)

@@ -67,7 +67,7 @@ def test_generation_gathers_once_and_takes_a_token_at_a_time():
         token = MODEL.layers * EMULATED_H200.host_per_block_ms * TOKEN_HOST / 1e3
         assert more.generation_s - some.generation_s == pytest.approx(100 * token)
         assert some.experience_inter_bytes == more.experience_inter_bytes >= without.experience_inter_bytes
-    # Where the actor's copy serves generation and experience, nothing more crosses.
+    # Where the actor's copy serves generation and experience, nothing more is sent.
     assert more.experience_inter_bytes == pytest.approx(without.experience_inter_bytes)
     slow = replace(EMULATED_H200, memory_gbs=100)
     read = 2 * MODEL.parameters / 100e9

@@ -1,4 +1,4 @@
-"""The account of a step's memory: by owner where most is allocated, from a trace; and on a CPU what rests."""
+"""The account of a step's memory: by owner where most is allocated, from a trace; on a CPU, between steps."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_the_highest_point_of_a_trace():
 
 
 def test_on_a_cpu(tmp_path):
-    """Weights and moments in fp32 rest on the ranks; gradients do not."""
+    """Weights and moments in fp32 stay on the ranks; gradients do not."""
     out, runs = tmp_path / "profile.json", ("zeropp", "fsdp2")
     command = [sys.executable, "-m", "benchmarks.step_profile", "--ranks", "2", "--model", "tiny"]
     command += ["--runs", ",".join(runs), "--tokens", "32", "--warmup", "1", "--steps", "1", "--out", str(out)]
