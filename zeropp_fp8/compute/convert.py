@@ -63,7 +63,7 @@ class ConversionReport:
 
 
 def linear_classes() -> tuple[type, ...]:
-    """nn.Linear, and transformers' Conv1D where a model can have one: who makes a layer has imported its class."""
+    """nn.Linear, and transformers' Conv1D where a model can have one: its class is imported then."""
     made = sys.modules.get("transformers.pytorch_utils")  # importing it takes seconds
     return (nn.Linear,) if made is None else (nn.Linear, made.Conv1D)
 

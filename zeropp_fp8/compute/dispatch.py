@@ -3,8 +3,8 @@
     row_r   = token_t                    of the token t that row r is of, or zeros        dispatch
     token_t = sum over k of w_tk row_r   of the row r of the k-th expert of token t       combine
 
-Each is the other's gradient, and a gather: the rows of a token are known. Autograd's own gradient of an index sorts
-and adds one by one, a sixth of the time of 128 experts of 768 with 65,536 tokens.
+Each is the other's gradient, and a gather. Autograd's own gradient of an index sorts and adds one by one, a sixth of
+the time of 128 experts of 768 with 65,536 tokens.
 """
 
 from __future__ import annotations

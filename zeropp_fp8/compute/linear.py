@@ -57,7 +57,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_output: Tensor):
         device_type = grad_output.device.type
-        if torch.is_autocast_enabled(device_type):  # by who calls loss.backward() in its context
+        if torch.is_autocast_enabled(device_type):  # by code that calls loss.backward() in its context
             with torch.autocast(device_type, enabled=False):
                 return _LowPrecisionLinear.backward(ctx, grad_output)
         weight, saved, precision = ctx.parameter, ctx.saved_tensors, ctx.precision

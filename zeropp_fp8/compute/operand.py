@@ -18,7 +18,7 @@ class Float8Operand:
     """A matrix [rows, K] in FP8, where K is the axis that the GEMM sums over: value = code * scale.
 
     Hopper's FP8 GEMMs take both operands with K contiguous, out[M, N] = a[M, K] @ b[N, K]^T, so a matrix that takes
-    part in sums over both of its axes is held as two operands, and each is quantized along its own K.
+    part in sums over both of its axes is kept as two operands, and each is quantized along its own K.
 
     Attributes:
         codes: float8_e4m3fn or float8_e5m2 [rows, K rounded up], contiguous; zeros beyond K.

@@ -1,4 +1,4 @@
-"""A few kernels on the device against the torch code on the CPU: what travels and what is multiplied, byte by byte."""
+"""A few kernels on the device against the torch code on the CPU: what is sent and what is multiplied, byte by byte."""
 
 from __future__ import annotations
 

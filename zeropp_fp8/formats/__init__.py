@@ -8,22 +8,21 @@ knows about communication.
     payload = fmt.encode(tensor)                              # uint8 [fmt.payload_bytes(tensor.numel())]
     restored = fmt.decode(payload, tensor.shape, tensor.dtype)
 
-`integer.py` and `float8.py` hold elements that share a bf16 scale (`scales.py`), `mini_float.py` those of the MX
+`integer.py` and `float8.py` are elements that share a bf16 scale (`scales.py`), `mini_float.py` those of the MX
 formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tensors along any axis, for computing:
 
     mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
     rounded = mx_format.round_trip(tensor, axis=0)
 
-For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose
-scales are quantized themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank
-stores a part is encoded part by part:
+For stored weights, `nf4.py` has 4-bit normal-float elements, `double_quantized.py` formats whose scales are quantized
+themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. Each rank encodes its part of a weight:
 
     fmt = make_format("nf4", block_size=64, double_quantize=True)
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
 
-`shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from,
-`scale_table.py` what reductions take of them. `shapes.py` says which weights are matrices. `exact.py` is no format: it
-codes what has changed in 16-bit numbers, without loss, in as many bits as that takes.
+`shared_scale.py` is FP8 codes whose scale is not sent with them; `amax_history.py` makes such scales, `scale_table.py`
+gives them to reductions. `shapes.py` says which weights are matrices. `exact.py` is no format: it codes what changed
+in 16-bit numbers, without loss.
 """
 
 from zeropp_fp8.formats.base import WireFormat

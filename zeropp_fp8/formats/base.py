@@ -66,7 +66,7 @@ class WireFormat(ABC):
 
     @property
     def is_exact(self) -> bool:
-        """Whether numbers travel as they are."""
+        """Whether numbers are sent as they are."""
         return self.scales == "none"
 
     def kernel_spec(self) -> KernelSpec | None:

@@ -1,10 +1,8 @@
 """Work on cache-sized pieces with buffers that are used again.
 
 The formulas of this folder are a dozen passes over fp32 numbers. On a CPU a pass over a whole tensor waits for memory,
-and a fresh buffer for each pass waits even longer, for the pages that the system hands out and clears: quantizing 16M
-bf16 numbers to int8 took 77 ms that way. Piece by piece, from cache and in buffers made once, it takes 11 ms.
-
-On a GPU the whole tensor is one piece: there each pass is a launch, and many small ones would cost more.
+and longer for the pages of a fresh buffer: quantizing 16M bf16 numbers to int8 took 77 ms. Piece by piece, from
+cache and in buffers made once, it takes 11 ms. On a GPU, where each pass is a launch, the whole tensor is one piece.
 """
 
 from __future__ import annotations

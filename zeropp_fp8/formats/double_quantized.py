@@ -14,10 +14,9 @@ The product is rounded, then the sum. Payload of a row of n elements, ng = ceil(
     [ nb bytes q | zeros up to a multiple of 16 | ng fp32 group scales | fp32 offset | zeros up to a multiple of 16 |
       codes | zeros up to a multiple of 16 ]
 
-Codes of NF4 are chosen with the exact scale, as bitsandbytes does. Those of integers and FP8 are chosen with the scale
-that decoding uses, and cut off at the largest code: dividing by another number than the one multiplied with would be an
-error of its own. With int8 in blocks of 64 it would cost 0.5 dB of normal and 2.1 of Student-t numbers (4 degrees of
-freedom); NF4 loses 0.02 dB by it.
+Codes of NF4 are chosen with the exact scale, as bitsandbytes does, which costs 0.02 dB. Those of integers and FP8 are
+chosen with the scale that decoding uses, and cut off at the largest code: with int8 in blocks of 64 the exact scale
+would cost 0.5 dB of normal and 2.1 of Student-t numbers (4 degrees of freedom).
 
 A block with NaN or Inf: all 256 codes of the dynamic type are in use, so such a block's group is marked by the sign of
 its group scale (which is not negative otherwise, -0 included). In a marked group the code 127, whose level is 0, stands
@@ -92,7 +91,7 @@ class DoubleQuantizedScale:
         scale_bytes[:, start:] = torch.cat([group_scales, offset], dim=1).view(torch.uint8)
 
     def decode(self, scale_bytes: Tensor, num_blocks: int) -> Tensor:
-        """fp32 [rows, num_blocks] of uint8 [rows, num_bytes(num_blocks)]; NaN for a block that held NaN or Inf."""
+        """fp32 [rows, num_blocks] of uint8 [rows, num_bytes(num_blocks)]; NaN for a block that had NaN or Inf."""
         codes = scale_bytes[:, :num_blocks].to(torch.int32)
         numbers = scale_bytes[:, align_up(num_blocks) :].clone(memory_format=torch.contiguous_format)
         numbers = numbers.view(torch.float32)

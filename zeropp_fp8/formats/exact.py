@@ -1,8 +1,8 @@
-"""Exact differences of 16-bit numbers, or 8-bit codes, from what is held of them: few bits where few have changed.
+"""Exact differences of 16-bit numbers, or 8-bit codes, from those that the receiver has: few bits for few changes.
 
 A number counts as an integer, in the order of the numbers (`in_order`), and its difference is taken mod 2^16 or 2^8. An
 update moves the numbers of a tensor about equally far, and how many units in the last place that is depends on the
-exponent of the held number, which both sides know; that of an INT8 code is 0. Each chunk of 1024 numbers has a header,
+exponent of the old number, which both sides know; that of an INT8 code is 0. Each chunk of 1024 numbers has a header,
 and a body of whole 32-bit words in which bits follow each other, the lowest first:
 
     rest   what near bits cannot say, of so few numbers that their places are listed, in the code of Elias and Fano
@@ -67,7 +67,7 @@ def _turned(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_headers(numbers: Tensor, held: Tensor, parts: Parts = WHOLE) -> Tensor:
-    """int32 [rows, chunks] of numbers [rows, n] and what is held of them, of one dtype.
+    """int32 [rows, chunks] of numbers [rows, n] and what the receiver has of them, of one dtype.
 
     Args:
         parts: the places of tensors in a row; chunks are of one tensor each.

@@ -17,9 +17,8 @@ Payload of a row of n elements, nb = ceil(n / 32); the last block is filled up w
 Decoding clamps X * P to the finite range of the target dtype. `mean_of_rows` does not: where a product lies beyond
 fp32's range, the mean is Inf.
 
-The axis matters: rounding and transposing do not commute, so a matrix that is summed over both axes (a weight in
-forward and backward) is quantized along each. GPUs before Blackwell have no arithmetic on these formats: there they are
-for storage and transport, and `round_trip` is how computing with them is imitated.
+Rounding and transposing do not commute, so a matrix that is summed over both axes (a weight in forward and backward) is
+quantized along each. GPUs before Blackwell cannot multiply these formats: `round_trip` emulates it.
 """
 
 from __future__ import annotations

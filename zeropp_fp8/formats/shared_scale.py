@@ -1,7 +1,7 @@
 """FP8 codes whose scale is not in the payload: one per tensor, which all ranks know beforehand.
 
 FP8-LM (arXiv 2310.18313), section 2.1: when every rank encodes a tensor with the same scale, codes can be added as they
-are and no scale travels. With m the multiplier of a tensor
+are and no scale is sent. With m the multiplier of a tensor
 
     code = FP8(clamp(x * m, -largest, largest)), to nearest, ties to even;    value = number(code) / m
 

@@ -5,7 +5,7 @@
     value = code * scale
 
 These are the codes and the scale with which a linear layer that computes in FP8 with a scale per tensor multiplies: a
-weight that rests so is the operand of its GEMM, byte for byte, and multiplies exactly as one that is cast on the way.
+weight that is stored so is the operand of its GEMM, byte for byte, and multiplies as one that is cast on the way.
 Payload of a row of n elements:
 
     [ fp32 scale | 12 zeros | codes, n bytes | zeros up to a multiple of 16 ]

@@ -1,4 +1,4 @@
-"""Muon: a weight matrix moves along its momentum, orthogonalized: all of its singular values become about 1.
+"""Muon: a weight matrix moves along its orthogonalized momentum, whose singular values are all about 1.
 
 K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (kellerjordan.github.io/posts/muon, 2024):
 

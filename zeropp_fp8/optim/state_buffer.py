@@ -175,6 +175,6 @@ def _padded(values: Tensor, numel: int) -> Tensor:
 def make_state_buffers(
     segments: Segments, formats: StateFormats, states: Iterable[str] = ("exp_avg", "exp_avg_sq")
 ) -> tuple[StateBuffer, ...]:
-    """(master, *states), all zero; `states`: the moments in whose formats they rest."""
+    """(master, *states), all zero; `states`: the moments whose formats store them."""
     names = (getattr(formats, name) for name in ("master", *states))
     return tuple(StateBuffer(segments, name, formats.scales, formats.block_size) for name in names)

@@ -1,4 +1,4 @@
-"""How an optimizer changes weights, on what one owner has of them, whatever formats they rest in: the contract.
+"""How an optimizer changes weights, on what one owner has of them, whatever formats store them: the contract.
 
 A class of optimizers has an `Update` in UPDATES. It names its states, and works out one step from fp32 numbers, which
 are decoded before and encoded after it. Where tensors are owned whole it gets whole tensors. AdamW (adamw.py) has a
@@ -116,7 +116,7 @@ class Update:
     """The update of one kind of optimizers.
 
     Attributes:
-        states: names in the optimizer's own state -> the moment whose format each rests in, "exp_avg" or "exp_avg_sq",
+        states: names in the optimizer's own state -> the moment whose format stores it, "exp_avg" or "exp_avg_sq",
             and by whose name it is saved; each moment once.
         needs_whole: it is defined for whole tensors only: each has one owner.
         takes_vectors: it is defined for tensors of fewer than two dimensions too.

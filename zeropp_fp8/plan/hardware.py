@@ -32,19 +32,16 @@ class Hardware:
         host_per_block_ms: Python and kernel launches for one block, forward and backward, in eager mode.
         compiled_host, compiled_compute: shares of a block's host time and of its computing that are left when
             torch.compile runs it, which fuses what is between its matrix products.
-        compiled_fp8_host: the share of its host time where it computes in FP8, whose casts torch.compile calls one by
-            one.
+        compiled_fp8_host: the share of its host time in FP8, whose casts torch.compile calls one by one.
         adapter_host: host time of one LoRA adapter, as a share of its block's without adapters.
         fp8_host: host time of a block's casts and scales in FP8 or MX, as a share of its block's in 16 bits.
         reducer_host: the same of DeepSpeed's own reducer, which takes gradients tensor by tensor.
-        zero3_bytes, zeropp_bytes, fp8_optimizer_bytes: memory traffic of a step that tokens do not change, bytes a
-            parameter of the shard: all of DeepSpeed's with fp32 AdamW, the update included; the same where this project
-            reduces gradients and leaves them in 16 bits; and with gradients and states in FP8.
+        zero3_bytes, zeropp_bytes, fp8_optimizer_bytes: memory traffic of a step that tokens do not change, bytes per
+            parameter of the shard: DeepSpeed's with fp32 AdamW; with 16-bit gradients of this project; and in FP8.
         fsdp_host: host time of a block of FSDP2 instead of this project's, as a share of it.
         tensor_host: what DeepSpeed's ZeRO-3 adds for each tensor it manages, as a share of a block's host time.
         gather_host: the same for each unit it gathers, releases and reduces (hooks, handles).
-        codec_efficiency: share of memory_gbs that quantizing and dequantizing reach, counted on the bytes that one
-            fused pass must move.
+        codec_efficiency: share of memory_gbs that quantizing and dequantizing reach in one fused pass.
         overlap: how much of what can be hidden behind the slower of wire and GPU is hidden: 1 all of it, 0 nothing.
     """
 
@@ -53,10 +50,9 @@ class Hardware:
     achieved_tflops: float
     link_efficiency: float = 0.9
     host_per_block_ms: float = 3.94
-    # FSDP2 on 2 H200, NVLink: 119 ms instead of 154, bound by the host
-    # (benchmarks/results/two_nodes/h200-2-nvlink-compiled_zero3_linear.json). 150 ms of kernels instead of 205, less
-    # the update 0.71, of `zeropp` 0.69 (benchmarks/results/step_profile/h200-1-4x2048.json). `fp8-lm` with compiled
-    # blocks took 0.6 to 1.2 times as long as without in six files, in the middle 0.94.
+    # FSDP2 on 2 H200, bound by the host: 119 ms instead of 154 (two_nodes/h200-2-nvlink-compiled_zero3_linear.json in
+    # benchmarks/results). Kernels less the update 0.71, of `zeropp` 0.69 (step_profile/h200-1-4x2048.json). `fp8-lm`
+    # took 0.6 to 1.2 times as long in six files, in the middle 0.94.
     compiled_host: float = 0.77
     compiled_compute: float = 0.73
     compiled_fp8_host: float = 0.95

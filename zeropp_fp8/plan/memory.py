@@ -10,10 +10,9 @@ al. do (arXiv 2205.05198, section 4.1), for a token and layer and a hidden width
     FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte; in the first step, whose scales are
                               not yet known, SwiGLU is not fused and keeps SiLU too
 
-and 10 bytes per token and word for the logits, their fp32 copy and its gradient. With LoRA it is the same: an adapter
-saves the input, which its frozen layer need not, and little more. Frozen weights have no gradients and no optimizer
-states. Memory that the CUDA context (about 0.5 GB), NCCL's buffers and the allocator's fragmentation take is not
-counted.
+and 10 bytes per token and word for the logits, their fp32 copy and its gradient. LoRA is the same: an adapter saves
+the input, which its frozen layer need not. Frozen weights have no gradients and no optimizer states. Not counted are
+the CUDA context (about 0.5 GB), NCCL's buffers and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -87,12 +86,12 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     method.check(job)
     ranks, weights = method.state_ranks(job), method.weights(job)
     shard = job.trained_parameters / ranks
-    at_rest = sum(part.numel * (part.code_bytes or BYTES_16BIT) for part in weights) / ranks
+    stored = sum(part.numel * (part.code_bytes or BYTES_16BIT) for part in weights) / ranks
     copied, sharing = 0.0, method.copy_ranks(cluster)
     if sharing is not None:
         for part, share in method.copied(job):
             size = share * part.numel * (part.code_bytes or method.secondary_bytes)
-            copied += size / sharing - (size / ranks if part.code_bytes else 0.0)  # stored codes rest in the copy
+            copied += size / sharing - (size / ranks if part.code_bytes else 0.0)  # the copy has stored codes
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
     stock, update = method.deepspeed and method.host_by_tensor, 0.0
     if stock:
@@ -108,7 +107,7 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     if adding is not None and method.states_sharded_over == "world" and job.micro_batches > 1:
         sums = BYTES_16BIT * job.trained_parameters / adding
     return MemoryEstimate(
-        weights=at_rest if method.deepspeed else 0.0,
+        weights=stored if method.deepspeed else 0.0,
         states=method.state_bytes * shard,
         gradients=gradient_bytes * shard + sums,
         residuals=method.residual_bytes * job.trained_parameters if cluster.world_size > 1 else 0.0,

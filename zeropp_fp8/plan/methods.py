@@ -1,6 +1,6 @@
 """The methods that are compared: what each moves, on which route, in how many bytes per parameter.
 
-ZeRO-3 moves 3 M a step between nodes (M: the model in 16 bits): gather forward, gather backward, reduce gradients.
+ZeRO-3 moves 3 M per step between nodes (M: the model in 16 bits): gather forward, gather backward, reduce gradients.
 ZeRO++ makes it 0.75 M: 0.5 M + 0 + 0.25 M (arXiv 2306.10209, table 1). Those counts leave out the factor (W-1)/W of a
 ring and (N-1)/N of two levels, which `traffic.py` adds, and the scales, which are counted here.
 
@@ -25,12 +25,12 @@ Route = Literal["ring", "two-level", "node", "rank"]
 
 
 class Weights(NamedTuple):
-    """Parameters that rest and travel alike.
+    """Parameters that are stored and sent alike.
 
     Attributes:
         numel: how many.
         frozen: they are not trained.
-        code_bytes: bytes per parameter at rest and on the wire where they rest as codes; None where in 16 bits.
+        code_bytes: bytes per parameter, stored and sent as codes; None: 16 bits.
     """
 
     numel: float
@@ -43,19 +43,19 @@ class Method:
     """One way to train with sharded weights, all of them or LoRA adapters alone.
 
     Attributes:
-        gather, weight_bytes: route of the forward gather, bytes per parameter of what travels.
-        backward_gather, backward_bytes: the same for the backward pass. "rank": nothing travels, every rank has a copy.
+        gather, weight_bytes: route of the forward gather, bytes per parameter that it sends.
+        backward_gather, backward_bytes: the same for the backward pass. "rank": nothing is sent, every rank has a copy.
         secondary_bytes: bytes per parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
-        difference_of: format of the weights whose exact differences cross between nodes and are added to that copy
-            (Job.learning_rate); None: whole weights cross.
+        difference_of: format of the weights whose exact differences are sent between nodes and added to that copy
+            (Job.learning_rate); None: whole weights are sent.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
-        stored_bytes: bytes per parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
+        stored_bytes: bytes per parameter of the blocks' frozen weights, stored and sent as codes; None: 16 bits.
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes; "ring" of this project is
-            one exchange between all ranks, and sums then rest on each rank alone.
+            one exchange between all ranks, after which each rank keeps its own sums.
         gradient_intra, gradient_inter: bytes per gradient on the two levels.
-        sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once per step (HSDP:
-            each replica keeps its own until the last one).
+        sums_in_node: gradients of several micro-batches add up in the node and are sent between nodes once per step
+            (HSDP: each replica keeps its own until the last one).
         gathered_by: what is gathered at once.
         deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
             which keeps its root group (embeddings, head) gathered.
@@ -64,8 +64,8 @@ class Method:
             FSDP2's) work by block was measured to cost no more than the block's own Python.
         states_sharded_over: ranks that share one copy of weights and optimizer states.
         fp32_gradients: the gradient shard is fp32 (FSDP2 with fp32 parameters), else 16 bits.
-        stored_gradient_bytes: bytes a gradient at rest where it is neither.
-        residual_bytes: bytes a gradient of what error feedback keeps, on every rank.
+        stored_gradient_bytes: bytes per stored gradient where it is neither.
+        residual_bytes: bytes per gradient of what error feedback keeps, on every rank.
         state_bytes: bytes per parameter of master weight and moments.
         fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
         compiled: torch.compile runs the blocks.
@@ -358,7 +358,7 @@ METHODS |= {
     for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-exact", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
     + ("fsdp2",)
 }
-# All codes cross in each step, as with `"difference": "none"`.
+# All codes are sent in each step, as with `"difference": "none"`.
 _WHOLE = "-whole"
 METHODS |= {
     f"{name}{_WHOLE}": replace(method, name=f"{name}{_WHOLE}", difference_of=None)

@@ -1,9 +1,8 @@
 """Which recipe to take for a job: the one place that decides, for the plan, the doctor and the documentation.
 
-Recipes stand in the order of what they have cost in held-out loss where it was measured. Recommended is one that learns
-as stock does, and only if its step is shorter by `SAME` than those of all that are more exact; "nothing to gain" is an
-answer. What rounds more is named beside it, with what it would gain and has cost. It is recommended where nothing else
-fits.
+Recipes are ordered by the held-out loss that they have cost where it was measured. One is recommended if it learns as
+stock does and its step is shorter by `SAME` than those of all that are more exact; "nothing to gain" is an answer. What
+rounds more is named beside it, with its gain and cost, and recommended only if nothing else fits.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ takes one block on the wire, n - 1 times the slower stage, and one block on the 
 
     pass = max(wire, busy) + min(wire, busy) / n       and wire + busy where nothing overlaps (`overlap` 0)
 
-So a step that the wire bounds costs the wire's time and the last block's computing; one that the GPU bounds costs its
-time and the first block's gather or the last block's reduction. Forward and backward do not overlap, and the optimizer
-waits for the last gradient:
+Forward and backward do not overlap, and the optimizer waits for the last gradient:
 
     step = forward + backward + optimizer
     computing = operations / rate - operations of FP8 products * (1 / rate of 16 bits - 1 / rate of FP8)
@@ -114,9 +112,9 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     """Memory traffic of quantizing and dequantizing on one GPU, (forward, backward), bytes, in fused passes.
 
     Weights: read the 16-bit shard, write its codes; read all codes, write all weights in 16 bits, once a pass.
-    Frozen weights that rest as codes, or whose copies stay from step to step, are encoded no more. One rank alone
-    sends nothing and only decodes what rests as codes.
-    Weight differences, once per step: read the shard and what is held of it twice, write them; read them and the
+    Frozen weights that are stored as codes, or whose copies stay from step to step, are encoded no more. One rank alone
+    sends nothing and only decodes what is stored as codes.
+    Weight differences, once per step: read the shard and its old copy twice, write them; read them and the
     copies, write the copies.
     Gradients: read 16 bits, write codes; read the node's contributions, write their mean as codes; read the nodes'
     contributions, write the fp32 mean. In one exchange there is no second encoding. Residuals are read and written.
@@ -135,7 +133,7 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
         backward += one * part.numel * gathered
     sharing = method.copy_ranks(job.cluster)
     if method.difference_of and sharing is not None:
-        # A rank makes its payload and reads it beside the held one, twice, and copies it once. It adds the others'.
+        # A rank makes its payload and reads it beside the old one, twice, and copies it once. It adds the others'.
         sent, difference = method.weight_bytes, method.difference_bytes(job)
         own, added = 2 * BYTES_16BIT + 8 * sent + difference, 2 * sent + difference
         differing = sum(share * part.numel for part, share in method.copied(job) if not part.frozen)

@@ -31,7 +31,7 @@ class Traffic:
     at_once: bool = False
 
     def __add__(self, other: Traffic) -> Traffic:
-        """The traffic of parts that travel in messages of their own: the hops of both follow each other."""
+        """The traffic of parts that are sent in messages of their own: the hops of both follow each other."""
         return Traffic(
             self.inter + other.inter,
             self.intra + other.intra,
@@ -57,7 +57,7 @@ def flat_ring(num_bytes: float, cluster: Cluster) -> Traffic:
 def two_levels(inter_bytes: float, intra_bytes: float, cluster: Cluster, at_once: bool = False) -> Traffic:
     """Ranks with one local index between nodes, and the ranks of a node among themselves.
 
-    The arguments are the size of the whole model as it travels on each level. All-to-all counts like all-gather: W
+    The arguments are the size of the whole model as it is sent on each level. All-to-all counts like all-gather: W
     shards, of which a rank keeps its own; its messages are counted one after the other, an upper bound for latency.
     """
     nodes, per_node = cluster.nodes, cluster.ranks_per_node

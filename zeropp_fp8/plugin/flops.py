@@ -1,9 +1,8 @@
 """DeepSpeed's FLOPs profiler for layers that do not compute by the torch functions that it counts.
 
-While the profiler runs on a model of the plugin, each linear layer counts once, as in a plain model. It does not matter
-what computes the layer: an FP8 or MX product, codes in generation, or the linear function of ZeRO-3. (DeepSpeed counts
-that last function and also the product inside it, so under ZeRO-3 its own count of linear layers is twice the model's.)
-Torch operations of decoding, casts and collectives count nothing, because kernels that do the same count nothing.
+While the profiler runs on a model of the plugin, each linear layer counts once, as in a plain model, whatever computes
+it. (DeepSpeed counts ZeRO-3's linear function and also the product inside it, so its own count is twice the model's.)
+Torch operations of decoding, casts and collectives count nothing, as kernels that do the same.
 
 The number for backward is DeepSpeed's estimate, 2 x forward. Neither counts code that torch.compile has compiled.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed's throughput timer, waiting for what is computed alone: weights may cross already for the next step.
+"""DeepSpeed's throughput timer, waiting for what is computed alone: weights may already be sent for the next step.
 
 By default it waits for the whole device before and after each micro-batch.
 """

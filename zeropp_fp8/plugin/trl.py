@@ -1,9 +1,9 @@
 """TRL's own generation (GRPO, RLOO, online DPO, its callbacks) by zeropp_fp8.generation, if an engine allows it.
 
-All of TRL's trainers call `trl.models.utils._unwrap_model_for_generation`. It gathers a whole ZeRO-3 model, takes off
-its hooks and puts them back. With vLLM the trainers take the weights from `VLLMGeneration._iter_named_params`, which
-with PEFT gathers the whole model too; a WeightSource yields them block by block. This file imports nothing of TRL. It
-looks for loaded modules when an engine is made, and TRL's trainers make engines long after they were imported.
+TRL's trainers call `trl.models.utils._unwrap_model_for_generation`, which gathers a whole ZeRO-3 model and removes its
+hooks. With vLLM they take the weights from `VLLMGeneration._iter_named_params`, which with PEFT gathers the whole model
+too; a WeightSource yields them block by block. This file imports nothing of TRL: it looks for modules that are loaded
+when an engine is made.
 """
 
 from __future__ import annotations

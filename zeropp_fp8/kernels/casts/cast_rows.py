@@ -2,9 +2,8 @@
 
     codes[r, c] = FP8(x[r, c] / scale[r]),    codes_t[c, r] = FP8(x[r, c] / scale_t[c])
 
-The amax of a column is known only after the whole matrix was read. So a first pass leaves the amaxes of the rows and
-columns of each tile, a small kernel makes scales of them, and a second pass casts. The plain copy alone takes one pass:
-a program holds whole rows.
+The amax of a column needs the whole matrix. So a first pass leaves the amaxes of the rows and columns of each tile, a
+small kernel makes scales of them, and a second pass casts. The plain copy alone takes one pass, over whole rows.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Formulas and their order are those of compute/casts.py. Kernels must be launched with `enable_fp_fusion=False`.
 
-A program reads a tile once and writes its codes twice, plain and transposed (through shared memory); on both sides 16
-bytes at a time. Masks do not hinder that: with `columns` a multiple of 16, which Triton knows of an argument, 16
-neighbours are masked alike, and the copies' rows are padded to a multiple of 16.
+A program reads a tile once and writes its codes twice, plain and transposed (through shared memory), 16 bytes at a time
+despite masks: `columns` is a multiple of 16, which Triton knows, and so are the copies' padded rows.
 """
 
 from __future__ import annotations

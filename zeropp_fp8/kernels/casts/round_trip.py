@@ -3,9 +3,8 @@
     rows[m, :]    = the blocks of 32 of x[m, :], each quantized and dequantized        [M, K]
     columns[k, :] = the blocks of 32 of x[:, k], each quantized and dequantized        [K, M], that is transposed
 
-Both results have the summed axis last, as the operands of matrix products want them: with x a weight [out, in], `rows`
-belongs to the forward and `columns` to the gradient of the input. Computing with MX formats is imitated that way where
-the hardware has no arithmetic for them.
+Both results have the summed axis last, as operands of matrix products: of a weight [out, in] `rows` is for the forward
+and `columns` for the gradient of the input. This emulates MX arithmetic on hardware without it.
 """
 
 from __future__ import annotations

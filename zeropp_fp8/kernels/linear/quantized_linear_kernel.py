@@ -6,12 +6,11 @@
 Sums are fp32, over the same 16-bit numbers as those of `dequantize` and a matrix product, in another order. For few
 rows of x, as generation has them, the time is that of reading the weight.
 
-A program makes 8 * ROW_GROUPS outputs for all rows of x. Its warps share the sum over k: in each step, a warp takes
-the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one per row. Numbers are decoded in the
-registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
-free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier in the sum over k, only
-in that over warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way
-while those of this one are multiplied. In LoRA's product the warps share the sum over r.
+A program makes 8 * ROW_GROUPS outputs for all rows of x. Its warps share the sum over k: in each step, a warp takes the
+next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one per row. Numbers are decoded in the
+registers into which their codes were loaded, which tensor cores then read; x is loaded in the order in which codes lie.
+Shared memory and barriers serve only the sum over warps at the end, in a fixed order: the same bits on every run. The
+codes of the next step are loaded while those of this one are multiplied. LoRA's warps share the sum over r.
 
 Of a stack of matrices, such as packed experts, each row of y has a matrix of its own, y[m] = x[m // each] W[of[m]]^T,
 and a program makes outputs of one row: codes of matrices that no row goes through are not read.
@@ -51,7 +50,7 @@ class Form:
         stacked: the weight is a stack of matrices.
         limit: the largest finite number of the weight's dtype.
         words: numbers of x have 16 bits.
-        ptx, settle: whether codes are decoded by PTX, and operands held as 16-bit numbers.
+        ptx, settle: whether codes are decoded by PTX, and operands kept as 16-bit numbers.
         warps, row_groups, groups: see `Launch`.
     """
 
@@ -198,7 +197,7 @@ def settled(numbers, SETTLE: tl.constexpr):
     """The same numbers of 16 bits, and nothing is done.
 
     Triton looks for the narrowest load behind an operand of a dot, through all that is pure, and has each thread hold
-    its numbers accordingly; it depends on its version. It does not look through this: they are held as 16-bit ones.
+    its numbers accordingly; it depends on its version. It does not look through this: they are kept as 16-bit ones.
     """
     if SETTLE:
         numbers = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], numbers.dtype, is_pure=False, pack=2)

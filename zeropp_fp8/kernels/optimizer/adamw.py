@@ -8,11 +8,10 @@
 (gradient FP8 1 + master FP16 2 + 2 + first moment FP8 1 + 1 + second moment FP16 2 + 2 + weight bf16 2 = 13 bytes.)
 
 State and FP8 gradients are flat buffers in which a segment (a tensor) starts at a multiple of TILE elements. Program i
-works on tile i: what lies in flat buffers it reads without asking which segment that is, and without masks, for the
-padding is there too. Gradients and weights that are tensors of their own are found in a table of places.
+works on tile i of them, without masks. Gradients and weights that are tensors are found in a table of places.
 
-With scales per block one launch does it all. A scale per tensor is known only when the whole tensor has been updated: a
-first launch works out the largest magnitudes, the second repeats the update and encodes.
+With scales per block one launch does it all. For scales per tensor a first launch works out the largest magnitudes, and
+the second repeats the update and encodes.
 
 The reference is optim/adamw.py; scales and codes are the same, bit for bit.
 """

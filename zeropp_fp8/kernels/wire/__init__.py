@@ -1,1 +1,1 @@
-"""Tensors and what travels: payload rows, means of them, codes with shared scales."""
+"""Tensors and what is sent of them: payload rows, means of them, codes with shared scales."""

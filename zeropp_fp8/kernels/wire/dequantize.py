@@ -29,7 +29,7 @@ LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def load_unquantized(payload_ptr, tile, numel, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile of one tensor's slice that travels in its own dtype."""
+    """A tile of one tensor's slice that is sent in its own dtype."""
     numbers: tl.constexpr = FORMAT.tile_blocks * FORMAT.width
     local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
     start = tile * numbers

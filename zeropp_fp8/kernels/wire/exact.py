@@ -1,10 +1,9 @@
-"""Exact differences of numbers from what is held of them, in the code of formats/exact.py: the same bytes.
+"""Exact differences of numbers from what the receiver has of them, in the code of formats/exact.py: the same bytes.
 
-A program, one warp, handles one chunk of 1024 numbers of one tensor. `make_headers` reads what is new and what is held
-to find how a chunk is sent; `encode` reads both again and sends it, in a body of zeros: what 8 numbers have to say is
-put together in registers where it fits into 64 bits, and what is not zero of it set by atomics. `add` reads and writes
-what is held, or only listed numbers where nothing else has changed. Instructions bound them, not memory: they take
-as long for numbers that change by 0.3 bits as for those that change by 4 (benchmarks/results/kernels).
+A program, one warp, handles one chunk of 1024 numbers of one tensor. `make_headers` reads new and old numbers to find
+how a chunk is sent; `encode` reads both again and writes it to a body of zeros: bits of 8 numbers are put together in
+registers where they fit into 64, and set by atomics. `add` reads and writes old numbers, or only listed ones where
+nothing else has changed. Instructions bound them, not memory (benchmarks/results/kernels).
 """
 
 from __future__ import annotations
@@ -296,7 +295,7 @@ def _tables(segments: SegmentTable, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 def make_headers(row: Tensor, held: Tensor, segments: SegmentTable, dtype: torch.dtype) -> Tensor:
-    """int32 [chunks of all tensors]: how `row`, uint8 [1, bytes], is sent to ranks that hold `held`.
+    """int32 [chunks of all tensors]: how `row`, uint8 [1, bytes], is sent to ranks that have `held`.
 
     Args:
         segments: where tensors lie in both, in numbers of `dtype`.

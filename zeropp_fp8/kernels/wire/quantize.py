@@ -2,12 +2,10 @@
 
     payload[r] = for each tensor: encode(tensor.flat[s * S : (s + 1) * S]) with s = slices[r], S = its slice size
 
-With a scale per tensor that all ranks share, the tensor's amax is found on the way, and codes at the largest magnitude
-and numbers that became zero are counted: two integer atomics a program, whose sums do not depend on the order of
-programs. The formulas are those of formats/shared_scale.py.
+With a scale per tensor that all ranks share (formats/shared_scale.py), the kernel also finds the tensor's amax, and
+counts codes at the largest magnitude and numbers that became zero, by integer atomics in any order.
 
-The order of `slices` is qgZ's slice reordering (ZeRO++ section 3.3), which costs nothing here. Elements beyond a
-tensor's end count as zeros.
+The order of `slices` is qgZ's slice reordering (ZeRO++ section 3.3). Elements beyond a tensor's end count as zeros.
 """
 
 from __future__ import annotations
