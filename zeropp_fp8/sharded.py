@@ -197,7 +197,7 @@ def gathered(params: list[Parameter], modifier_rank: int | None = None) -> Abstr
 # -- this rank's part ------------------------------------------------------------------------------------------------
 
 shard: Callable[[Parameter], Tensor] = attrgetter("ds_tensor.data")  # flat, with padding
-at_rest: Callable[[Parameter], Tensor] = attrgetter("ds_tensor")  # the same, to be read only
+stored: Callable[[Parameter], Tensor] = attrgetter("ds_tensor")  # the same, to be read only
 # Elements of the part, with padding; if it is stored as codes, the number of elements that the codes stand for.
 shard_numel: Callable[[Parameter], int] = attrgetter("ds_tensor.ds_numel")
 shard_dtype: Callable[[Parameter], torch.dtype] = attrgetter("ds_tensor.dtype")
@@ -219,13 +219,13 @@ def unpadded(param: Parameter, numel: int) -> Tensor:
 
 
 def wire_dtype(param: Parameter) -> torch.dtype:
-    """Return the dtype of values that travel unquantized."""
+    """Return the dtype of values that are sent unquantized."""
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
     return get_allgather_dtype(param, param.ds_tensor)
 
 
-def rests_as_codes(param: Parameter) -> bool:
+def stored_as_codes(param: Parameter) -> bool:
     """Whether the part consists of codes of the frozen store, in any engine."""
     return known(param).stored is not None
 

@@ -102,7 +102,7 @@ OF_NO_BACKEND = ("comm", "compute", "formats", "kernels", "optim")
 OF_NO_BACKEND += tuple(f"zero/{name}" for name in ("frozen", "gather", "handover", "owners", "reduce", "states"))
 ON_PARAMETERS = r"\bds_(tensor|numel|shape|id|status|persist|process_group|active_sub_modules|summary)\b"
 # What answers methods of DeepSpeed's stage.
-ADAPTERS = {"zero/states/states_at_rest.py", "zero/states/stored_gradients.py"}
+ADAPTERS = {"zero/states/stored_states.py", "zero/states/stored_gradients.py"}
 OPTIONAL = ("states", "owners", "frozen", "generation", "export", "handover", "checkpoint")
 
 

@@ -19,7 +19,7 @@ def test_busy_seconds_are_a_union(starts_and_lengths):
 
 
 def said(nodes=2, per_node=4, full=(), differs=False, section=None, **shares):
-    """Return what a run is told; `full`: formats of the session that are none; `differs`: as in TravelFormats."""
+    """Return what a run is told; `full`: formats of the session that are none; `differs`: as in SentFormats."""
     one = {"seconds": 0.2, "between": 0.1, "within": 0.1, "behind": 0.3, "messages": 100, "message_bytes": 4e6}
     topology = SimpleNamespace(nodes=nodes, ranks_per_node=per_node, world_size=nodes * per_node)
     named = {name: None if name in full else "a format" for name in ("weights", "within", "between")}

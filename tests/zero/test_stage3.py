@@ -11,8 +11,8 @@ from zeropp_fp8.zero.reduce.buckets import Buckets
 from zeropp_fp8.zero.reduce.hooks import GradientHooks
 from zeropp_fp8.zero.reduce.reduction import Reduction
 from zeropp_fp8.zero.stage3 import ANSWERED, ZeroppStage3
-from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
 from zeropp_fp8.zero.states.stored_gradients import StoredGradients
+from zeropp_fp8.zero.states.stored_states import StoredStates
 
 # What a stage may have under each name.
 CLASSES = {
@@ -21,7 +21,7 @@ CLASSES = {
     "reduction": (Reduction,),
     "buckets": (Buckets,),
     "gradients": (Partitions, StoredGradients),
-    "states": (FP32States, StatesAtRest),
+    "states": (FP32States, StoredStates),
     "layout": (SliceLayout, OwnerLayout),
     "looking": (Looking,),
 }

@@ -1,15 +1,11 @@
 """All-to-all of activations in FP8, for sequence parallelism and expert parallelism.
 
 Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509) keeps a part of the sequence on each rank. Around attention
-an all-to-all exchanges this for the whole sequence for a part of the heads, and back. FP8-LM (arXiv 2310.18313,
-section 2.3) sends the activations of sequence parallelism in FP8. Here values of the forward pass travel as E4M3, and
-their gradients as E5M2, which has a wider range. NaN and Inf arrive as NaN in all elements that share their scale.
-
-Expert parallelism sends tokens to the ranks that have their experts, and the experts' outputs back.
-
-One scale covers the values of one token that travel to one rank, i.e. the token's heads for that rank. So no token's
-outliers cost another token precision. A tensor has one scale per 128 elements instead if its tokens are not
-consecutive, or are too short or too long for a scale each.
+an all-to-all exchanges it for the whole sequence of some heads, and back. Expert parallelism sends tokens to the ranks
+that have their experts, and the experts' outputs back. As in FP8-LM (arXiv 2310.18313, section 2.3) they are sent in
+FP8: E4M3 in the forward pass, and gradients as E5M2, which has a wider range. NaN and Inf arrive as NaN in all elements
+that share their scale: the values of one token that are sent to one rank. A tensor has one scale per 128 elements
+instead if its tokens are not consecutive, or are too short or too long for a scale each.
 
 Codes and scales are in one flat uint8 buffer (gloo refuses FP8 tensors); each direction takes one collective:
 
@@ -57,10 +53,10 @@ class ActivationExchange:
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
 
     Attributes:
-        rests: the exchange is off: all tensors travel as they are for now, in compiled graphs too.
+        off: all tensors are sent unquantized for now, in compiled graphs too.
     """
 
-    rests = False
+    off = False
 
     def __init__(
         self,
@@ -85,12 +81,12 @@ class ActivationExchange:
         return found
 
     def accepts(self, tensor: Tensor, size: int, splits: Sequence[int] | None = None) -> bool:
-        """Whether a tensor for `size` ranks travels in FP8. All ranks of an exchange come to the same answer.
+        """Whether a tensor for `size` ranks is sent in FP8. All ranks of an exchange come to the same answer.
 
-        It does not for integers and booleans (position ids, masks), fp64, empty tensors, one rank only, tensors so
-        small that padding makes them no smaller than 16 bits, and for any tensor while the exchange rests.
+        These are not: integers and booleans (position ids, masks), fp64, empty tensors, those for one rank only, those
+        so small that padding makes them no smaller than 16 bits, and all while the exchange is off.
         """
-        if self.rests or size == 1 or tensor.dtype not in DTYPES:
+        if self.off or size == 1 or tensor.dtype not in DTYPES:
             return False
         if splits is not None:
             return True  # shares differ from rank to rank, so their size must not decide
@@ -150,7 +146,7 @@ class ActivationExchange:
             input: contiguous fp32, bf16 or fp16 tensor.
             group: the ranks; None: the world.
             output_splits, input_splits: rows (of the first dimension) from and for each rank; None: equal shares.
-            backward: the tensors are gradients, so they travel as E5M2.
+            backward: the tensors are gradients, so they are sent as E5M2.
             evaluating: count the bytes as outside of steps.
 
         Raises:
@@ -293,10 +289,10 @@ def fp8_all_to_all(
     """All-to-all along the first dimension: input[r] goes to rank r, output[r] comes from it. Differentiable.
 
     Its gradient is the same exchange in E5M2; rounding counts as the identity. It is an operator of torch, so that
-    torch.compile sees one step with a known derivative. A tensor that `exchange` does not accept travels as it is.
+    torch.compile sees one step with a known derivative. A tensor that `exchange` does not accept is sent as it is.
 
     Args:
-        input: [ranks of the group, ...]; floating point travels as E4M3.
+        input: [ranks of the group, ...]; floating point is sent as E4M3.
         group: the ranks; None: the world.
         evaluating: count the bytes as outside of steps.
 

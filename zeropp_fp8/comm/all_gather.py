@@ -1,6 +1,6 @@
 """Two-level all-gather of uint8 payloads (qwZ), with the node's copy kept on the way (hpZ).
 
-ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.2, with the hops in the order that crosses the network once: first ranks
+ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.2, with the hops in the order that uses the network once: first ranks
 with the same local index exchange across nodes, then each node exchanges over its own links. Each node sends (N-1)/N
 of the model; in a ring it would send (W-1)/W.
 """

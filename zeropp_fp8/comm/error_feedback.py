@@ -5,9 +5,8 @@ in 8 bits with a scale per block (LoCo, arXiv 2407.04480, also uses 8 bits). Onl
 its codes have 4 bits, and the residual is only 1/ranks_per_node of the gradient. If each rank is a node, it is the
 whole gradient: 1.02 bytes per parameter.
 
-Reset rule: a residual is dropped (set to zero) when its tensor's gradient held NaN or Inf, when a step is skipped
-for overflow, when the loss scale changes (the residual is in units of the scaled gradient), and when a checkpoint of
-another world size is loaded.
+A residual is dropped (set to zero) when its tensor's gradient had NaN or Inf, when a step is skipped for overflow, when
+the loss scale, in whose units it is, changes, and when a checkpoint of another world size is loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ErrorFeedback:
     """Keep 8-bit residuals by tensor key, on the sender.
 
     Args:
-        block_size: elements that share a scale; kernels need the block size of the codes that travel.
+        block_size: elements that share a scale; kernels need the block size of the codes that are sent.
     """
 
     def __init__(self, block_size: int = 128) -> None:

@@ -1,12 +1,9 @@
 """Hand buffers to the backend, in this one place: the ledger counts them, and they are timed on request.
 
-DeepSpeed's comms logger, if the ds_config turns it on, requests times. A row of its summary is named for the kind of
-message and its destination, such as
-
-    zeropp_fp8 all_to_all_single of gradients between nodes (2 ranks)
-
-and its message size is what this rank sends to others, as the ledger counts it. Both rates of a row are these bytes
-over the time: for all these collectives that is DeepSpeed's busbw, whose own formula knows only the world's ranks.
+DeepSpeed's comms logger, if the ds_config turns it on, requests times. A row of its summary is named such as
+"zeropp_fp8 all_to_all_single of gradients between nodes (2 ranks)", and its message size is what this rank sends to
+others, as the ledger counts it. Both rates of a row are these bytes over the time: DeepSpeed's busbw for these
+collectives, whose own formula knows only the world's ranks.
 """
 
 from __future__ import annotations

@@ -73,12 +73,9 @@ def buffer_for(lane: Lane, num_bytes: int, device: torch.device) -> Tensor:
     """Return a flat uint8 buffer from the current stream's memory, which `lane` fills once; undefined contents.
 
     The current stream's own work may use the memory before and after; the memory of a ring serves the ring only. There
-    is no race if the stream that uses the buffer last waits for the lane, and calls `used_last` before it drops it:
-    * The memory's earlier user has used it on the current stream, or the allocator has seen the end of that use. The
-      lane waits here for all work that the current stream has.
-    * The memory's next user gets it on the current stream, after the last use: if that was on the current stream, by
-      order; if it was on another stream, after the allocator has seen its end.
-    The price: later work of the lane no longer overlaps with work that the current stream has now.
+    is no race if the stream that uses the buffer last waits for the lane, and calls `used_last` before it drops it: the
+    lane waits here for all work that the current stream has, and the memory's next user gets it on the current stream,
+    after the last use. The price: later work of the lane no longer overlaps with what the current stream has now.
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     lane.after_current()
@@ -112,9 +109,8 @@ def on_one_stream(made: Generator[tuple[str, Tensor]], stream: torch.cuda.Stream
 class BufferRing:
     """About `count` uint8 buffers that are used in turn; more if more are taken at once.
 
-    The allocator cannot know when another stream has finished with a buffer; a ring knows it by one event per buffer,
-    and requests no more memory once it is full. `take` makes the current stream wait until the buffer's last user is
-    done: in this way a slow link on a GPU holds back the work before it, without stopping the host. Take buffers always
+    By one event per buffer a ring knows when another stream has finished with it, so it requests no memory once it is
+    full. `take` makes the current stream, not the host, wait until the buffer's last user is done. Take buffers always
     on the same stream, because the allocator may hand a dropped buffer to that stream.
     """
 

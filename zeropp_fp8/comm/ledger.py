@@ -2,18 +2,15 @@
 
 An all-gather over g ranks of a payload of b bytes sends (g-1) b bytes from each rank; an all-to-all of a buffer of
 b bytes sends (g-1)/g b. The ledger also counts what stock ZeRO-3 would send for the same events: one ring over all W
-ranks in 16 bits, (W-1)/W of the bytes from each rank; the ranks of a node share its part of the N crossings between
-nodes evenly. (gloo's own reduce-scatter sends more than a ring.) Activations form no ring: stock's all-to-all
-sends the same elements to the same ranks, in 16 bits.
+ranks in 16 bits, (W-1)/W of the bytes from each rank; the ranks of a node share its part of the N links between nodes
+evenly. For activations stock's all-to-all sends the same elements to the same ranks, in 16 bits.
 
-Every rank also counts what all ranks send, so a report needs no communication. With shards that are padded to equal
-size this is W times what one rank sends; gradients that are missing on a rank are sent as zeros. For tensors with
-owners, every rank knows what each owner has. The exception are activations with unequal shares (the number of heads
-is not a multiple of the ranks): then the sum is an estimate.
+Every rank also counts what all ranks send, so a report needs no communication: W times what it sends itself, because
+shards are padded to equal size; of tensors with owners it knows what each has. Of activations with unequal shares (the
+number of heads is not a multiple of the ranks) the sum is an estimate.
 
-A step counts the weights it computes with, for this project and for stock: weights that were gathered before the
-step, for an evaluation or at the end of another step, count for the step as soon as it uses them. So steps of equal
-work send equal bytes, whatever happens between them.
+A step counts the weights it computes with, for this project and for stock, even if they were gathered before it. So
+steps of equal work send equal bytes, whatever happens between them.
 """
 
 from __future__ import annotations

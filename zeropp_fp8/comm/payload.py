@@ -1,7 +1,7 @@
 """Several tensors in one payload row, codes and scales together, whatever their formats.
 
 A row holds one slice of each tensor, one after the other, each with its own scales. Blocks never straddle two tensors,
-so results do not depend on which tensors travel together. On a GPU one launch of a kernel handles all tensors that
+so results do not depend on which tensors are sent together. On a GPU one launch of a kernel handles all tensors that
 share a format. Elsewhere the torch code of formats/ does the same, tensor by tensor; it also does so for formats
 without a kernel: scales per tensor, and all but decoding of NF4 and double-quantized scales.
 """

@@ -27,7 +27,7 @@ from zeropp_fp8.formats.scale_table import SharedScales
 class OwnedPart:
     """Contiguous elements of a tensor that one rank owns."""
 
-    tensor: int  # index among the tensors that travel together
+    tensor: int  # index among the tensors that are sent together
     owner: int
     start: int
     numel: int

@@ -49,7 +49,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # FP8-LM (arXiv 2310.18313), section 2: O1 computes and reduces gradients in FP8, O2 keeps states in 6 bytes.
     "fp8-lm-o1": {"compute": {"format": "fp8"}, "gradients": _FP8_LM_GRADIENTS},
     "fp8-lm-o2": {"compute": {"format": "fp8"}, "gradients": _FP8_LM_GRADIENTS, "optimizer": _FP8_LM_OPTIMIZER},
-    # O3: owners have whole tensors, and weights travel as the FP8 codes that the GEMMs multiply.
+    # O3: owners have whole tensors, and weights are sent as the FP8 codes that the GEMMs multiply.
     "fp8-lm": {
         "weights": {"format": "fp8_e4m3"},
         "compute": {"format": "fp8"},

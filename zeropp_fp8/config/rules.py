@@ -227,9 +227,9 @@ GRADIENTS: Rules = {
 
 
 def _why_nothing_falls_back(c: Any) -> str:
-    resting = {"optimizer": c.stores_states_in_low_precision, "frozen": c.frozen.format != "none"}
-    rests = " and ".join(f'"{name}"' for name, is_set in resting.items() if is_set)
-    return f"what is stored by {rests} stays rounded" if rests else "nothing is in low precision"
+    parts = {"optimizer": c.stores_states_in_low_precision, "frozen": c.frozen.format != "none"}
+    names = " and ".join(f'"{name}"' for name, is_set in parts.items() if is_set)
+    return f"what is stored by {names} stays rounded" if names else "nothing is in low precision"
 
 
 # {field: (what it belongs to, whether that is there)}

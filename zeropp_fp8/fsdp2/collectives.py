@@ -52,7 +52,7 @@ class _OfAModule:
 
 
 class QuantizedAllGather(_OfAModule, AllGather):
-    """qwZ and hpZ: codes on two levels; what crosses between nodes stays in the node until the weights change."""
+    """qwZ and hpZ: codes on two levels; what is sent between nodes stays in the node until the weights change."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -71,7 +71,7 @@ class QuantizedAllGather(_OfAModule, AllGather):
 
 
 class CountedReduceScatter(DefaultReduceScatter):
-    """torch's own, where gradients travel as they are; its bytes are counted."""
+    """torch's own, where gradients are sent as they are; its bytes are counted."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -88,8 +88,8 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
     """qgZ: the mean over all ranks in two hops, of matrices in few bits.
 
     A backward that leaves parameters out does not say which, so all of them are then sent in full, and to the end.
-    Otherwise micro-batches before the last (`set_is_last_backward(False)`) add up in the node, in fp32, and cross
-    between nodes with the last.
+    Otherwise micro-batches before the last (`set_is_last_backward(False)`) add up in the node, in fp32, and are
+    sent between nodes with the last.
     """
 
     def __init__(self, host: Host, unit: FSDPUnit, module: FSDPModule) -> None:

@@ -1,4 +1,4 @@
-"""A parameter group of `fully_shard` as a unit, which travels through the same hops as ZeRO-3's (zero/gather/).
+"""A parameter group of `fully_shard` as a unit, sent in the same hops as those of ZeRO-3 (zero/gather/).
 
 torch cuts parameters by rows, equally, with zeros below the last one, and gathers a group as [ranks, elements], in
 which a rank's row has its part of each parameter. Its all-gather copies parts into such a buffer before it asks for the
@@ -68,7 +68,7 @@ class FSDPUnit(SlicedUnit):
         return tuple([(id(p), p._version, p._local_tensor._version) for p in params])
 
     def sends_exactly(self, what: str, member: FSDPParam) -> bool:
-        """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits, whatever the formats."""
+        """Whether the "weights" or "gradients" of a parameter are sent in 16 or 32 bits, whatever the formats."""
         skipped = getattr(self.route.session.config, what).skip_modules
         return len(member._orig_size) < 2 or matches(self.names[self.members.index(member)], skipped)
 
@@ -85,9 +85,9 @@ class FSDPUnit(SlicedUnit):
         return [member for member in self.members if member.sharded_param.requires_grad]
 
     def reduced_together(self, numel: int) -> tuple[list[int], list[bool], list[str]]:
-        """(elements, whether they travel exactly, names) of the gradients in `numel` elements of this rank.
+        """(elements, whether they are sent exactly, names) of the gradients in `numel` elements of this rank.
 
-        Those of all trained members, else of some, which torch does not name: these are one, which travels exactly.
+        Those of all trained members, else of some, which torch does not name: these are one, which is sent exactly.
         """
         trained = self.trained
         numels = [member.padded_sharded_param_size.numel() for member in trained]

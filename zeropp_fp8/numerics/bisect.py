@@ -2,12 +2,12 @@
 
 python -m zeropp_fp8 bisect --steps 20 -- deepspeed --module zeropp_fp8.run train.py --deepspeed ds_config.json
 
-The launch line runs in `lossless`, as it is, and once more for each piece (weights, gradients within and between nodes
-and at rest, compute, optimizer, frozen, activations) with that piece alone in high precision. The one without which the
-distance to `lossless` falls most is at fault. Is that compute, so is each GEMM of linear layers by itself: output,
-grad_input, grad_weight. Then layers are halved, of compute, weights, gradients between ranks and frozen weights: the
-half whose high precision takes most of the distance away has the fault, until one layer is left or neither half has it
-alone. What is printed last is the part of the section with which the job is nearly as good as without the piece.
+The launch line runs in `lossless`, as it is, and once more for each piece (weights, gradients within and between nodes,
+stored gradients, compute, optimizer, frozen, activations) with that piece alone in high precision. The piece that
+reduces the distance to `lossless` most is the cause. If that is compute, each GEMM is tried alone: output, grad_input,
+grad_weight. Then layers are halved, of compute, weights, gradients between ranks and frozen weights, and the half that
+reduces the distance more is halved again, until one layer is left or neither half is the cause alone. Printed last is
+the part of the section with which the job is nearly as good as without the piece.
 
 Distances are root mean squares over steps. Losses of few steps differ little; `--by grad_norm` sees more of gradients.
 """

@@ -2,11 +2,10 @@
 
 python -m zeropp_fp8 reference --steps 50 -- deepspeed --module zeropp_fp8.run train.py --deepspeed ds_config.json
 
-The line runs as it is, then with the recipe `lossless`; each time all ranks end after so many steps. Script and
-ds_config stay as they are. Both runs must begin with the same weights and see the same data, so the script has to seed
-what it draws; where it does not the command says from which step on they differ, and its exit status is 1.
-`--repeat` runs `lossless` twice: what differs then is not precision. `--picture` draws losses, their difference, and
-how far the gradients of each layer differ in each step.
+The line runs as it is, then with the recipe `lossless`; each time all ranks end after so many steps. Both runs must
+begin with the same weights and see the same data, so the script has to seed what it draws. If it does not, the command
+says from which step on they differ, and exits with status 1. `--repeat` runs `lossless` twice: what differs then is not
+precision. `--picture` draws losses, their difference, and how far each layer's gradients differ in each step.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@
     gradients_within_nodes     what the hop within nodes alone would have made of it (two hops, scales of blocks)
     compute_weights, compute_activations, compute_gradients    operands of FP8 and MX products, against their matrices
 
-What travels exactly (norms, biases, a format "none") is left out, and so are weights that rest as codes. Exact means
+What is sent exactly (norms, biases, a format "none") is left out, and so are weights stored as codes. Exact means
 take a reduction of their own in fp32, and those within nodes another one. Nothing of it changes what is trained.
 
 Cost: a step that is not sampled makes four calls in Python (of 14 thousand with four layers), and nothing else. A
-sampled one looks at one in `parts` of the gather units that round something, in turn; at one of them at least.
-What it cost is written beside the numbers, with its share of the time since the last sample: its seconds beyond the
-mean of the steps before it, as it begins and ends with the device idle; or the host's seconds in comparisons and their
-reductions, where these are more (steps differ by more than a sample takes).
+sampled one looks at one in `parts` of the gather units that round something, in turn. The numbers have its cost, with
+its share of the time since the last sample: its seconds beyond the mean of the steps before it, or the host's seconds
+in comparisons and their reductions, where these are more (steps differ by more than a sample takes).
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Sampler(StagePart):
     def _is_rounded(self, unit) -> bool:
         """Whether there is something to compare of a unit: its weights, gradients or operands."""
         session = self.session
-        arrives = not (unit.storage.sends_what_rests or unit.shards_are_values)
+        arrives = not (unit.storage.sends_as_stored or unit.shards_are_values)
         return any(
             id(param) in self.layer_of
             or (arrives and not unit.is_exact(param))
@@ -112,7 +111,7 @@ class Sampler(StagePart):
         return formats != (None, None) and not self.stage.offload_optimizer
 
     def _look_on(self) -> None:
-        """Stand between the parts of the engine and who calls them."""
+        """Stand between the parts of the engine and their callers."""
         self._replaced: list[tuple[object, str]] = []
         self._before(self.stage.gatherer, "finish", self._finish)
         if self._rounds_gradients:
@@ -174,7 +173,7 @@ class Sampler(StagePart):
     # -- what it looks at --------------------------------------------------------------------------------------------
 
     def _finish(self, finish: Callable, unit) -> None:
-        wanted = unit in self.units and not unit.storage.sends_what_rests and not unit.shards_are_values
+        wanted = unit in self.units and not unit.storage.sends_as_stored and not unit.shards_are_values
         missing = unit.missing if wanted else ()
         finish(unit)
         for param in missing:
@@ -290,7 +289,7 @@ def lowest(rows: Sequence[dict]) -> dict[str, dict]:
 
 
 def summary(rows: Sequence[dict]) -> dict[str, float]:
-    """A sample as a few numbers with names, for who draws them over time."""
+    """A sample as a few numbers with names, to be drawn over time."""
     found = {f"numerics/{kind}/lowest_snr_db": row["snr_db"] for kind, row in lowest(rows).items()}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         for name in ("amax", "underflow", "overflow", "non_finite"):

@@ -79,7 +79,7 @@ def layers_of(engine) -> dict[str, list[str]]:
     found["compute"] = [*session.conversion.converted] if session.conversion else []
     for name, param in engine.module.named_parameters():
         unit, layer = unit_of(param), name.removesuffix(".weight")
-        if unit.storage.sends_what_rests:
+        if unit.storage.sends_as_stored:
             found["frozen"].append(layer)
         elif not unit.is_exact(param):
             found["weights"].append(layer)

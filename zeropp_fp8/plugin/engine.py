@@ -85,7 +85,7 @@ def _refuse_left_over(model) -> None:
         (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
     )
     param = next((n for n, p in model.named_parameters() if sharded.known(p).wire is not None), None)
-    stored = next((n for n, p in model.named_parameters() if sharded.rests_as_codes(p)), None)
+    stored = next((n for n, p in model.named_parameters() if sharded.stored_as_codes(p)), None)
     if stored is not None and param is None:
         raise ConfigError(
             f"{stored} is stored as codes (frozen store), which stock DeepSpeed would take for numbers; add the "

@@ -231,7 +231,7 @@ class ZeroppEngine(DeepSpeedEngine):
         from zeropp_fp8.zero.gather.attached import unit_of
 
         gatherer = self._zeropp_fp8_gatherer
-        if has_codes(frozen) or any(unit.storage.sends_what_rests for unit in gatherer.units):
+        if has_codes(frozen) or any(unit.storage.sends_as_stored for unit in gatherer.units):
             from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
 
             return FrozenLoad(self, *self._zeropp_fp8_loading).load_module(stock, checkpoint, *args, **kwargs)

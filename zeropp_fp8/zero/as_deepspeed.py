@@ -1,6 +1,6 @@
 """A stage's gradients, states and layout as DeepSpeed stores them: in its partitions, in fp32, in equal slices.
 
-The configuration may replace these objects by others with the same methods: StoredGradients and StatesAtRest
+The configuration may replace these objects by others with the same methods: StoredGradients and StoredStates
 (states/), OwnerLayout (owners/). A method with the name of a DeepSpeed method answers that method of the stage; all
 other methods stay DeepSpeed's own (stage3.py has the list). `stays` says why DeepSpeed's offload_states cannot move the
 tensors of such an object; None: it can.

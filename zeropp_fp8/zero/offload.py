@@ -311,7 +311,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """After DeepSpeed's conversion, store frozen parameters if so configured, and take the model over."""
         super()._convert_to_zero_parameters(ds_config, module, mpu)
         frozen = self.session.config.frozen
-        if frozen.format != "none" or any(sharded.rests_as_codes(param) for param in module.parameters()):
+        if frozen.format != "none" or any(sharded.stored_as_codes(param) for param in module.parameters()):
             from zeropp_fp8.zero.frozen.selection import store_frozen
 
             store_frozen(module, frozen, self._trains, self.session.on_model)
@@ -321,7 +321,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """DeepSpeed's choice without stored parameters, because persistent ones would be kept in 16 bits."""
         chosen = super().mark_persistent_parameters(param_threshold, model_threshold)
         for param in chosen:
-            param.ds_persist = not sharded.rests_as_codes(param)
+            param.ds_persist = not sharded.stored_as_codes(param)
         return [param for param in chosen if sharded.stays(param)]
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:

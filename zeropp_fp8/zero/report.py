@@ -50,9 +50,9 @@ def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
         wire_format = unit.format_of(param)
-        if unit.storage.sends_what_rests:
+        if unit.storage.sends_as_stored:
             continue
-        if unit.travels_as_operand(param):
+        if unit.sent_as_operand(param):
             sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"
             what = f"{wire_format.name}, a scale per {gatherer.route.gemm_weights.granularity}"
             by_format[what, f"GEMM operands as received{sorted_first}"].append(param)

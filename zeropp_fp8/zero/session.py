@@ -36,13 +36,13 @@ from zeropp_fp8.zero.placement import Slices
 from zeropp_fp8.zero.stage_part import StagePart
 
 
-class TravelFormats:
+class SentFormats:
     """The wire formats of an engine's weights, and of gradients within and between nodes, until it falls back; None: 16
     or 32 bits.
 
     Attributes:
-        differs: what has changed in weights crosses, for which ranks must keep a copy of them (`keeps_copy`).
-        difference_bits: of a weight, in the last step; None until one has crossed.
+        differs: only what has changed in weights is sent; ranks must keep a copy of them for it (`keeps_copy`).
+        difference_bits: of a weight, in the last step; None until one was sent.
     """
 
     def __init__(self, config: PluginConfig, world_size: int, keeps_copy: bool) -> None:
@@ -117,7 +117,7 @@ class Session:
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
         self.placement = placement(self.topology.rank, world_size)
         self.own_numel: Callable[[Parameter], int] = self.placement.own_numel
-        self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
+        self.formats = SentFormats(config, world_size, self.secondary_ranks is not None)
         self.device = device or sharded.device()
 
     def of(self, param: Parameter) -> Session:

@@ -309,7 +309,7 @@ def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, o
         layout = OwnerLayout(stage)
     update = update_of(optimizer)
     if config.stores_states_in_low_precision or (update is not None and update.needs_whole):
-        from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
+        from zeropp_fp8.zero.states.stored_states import StoredStates
 
-        return gradients, StatesAtRest(stage, optimizer, offload), layout
+        return gradients, StoredStates(stage, optimizer, offload), layout
     return gradients, FP32States(stage, optimizer), layout

@@ -100,12 +100,12 @@ class ProgressLine(StepMetrics, StagePart):
 
 def formats(session: Session) -> dict[str, str]:
     """The formats in which an engine sends, computes and stores numbers; "none" is 16 or 32 bits."""
-    config, states, travel = session.config, session.state_formats, session.formats
+    config, states, sent = session.config, session.state_formats, session.formats
     chosen = {
-        "weights": travel.weights,
-        "weight_differences": session.config.weights.difference if travel.differs else None,
-        "gradients_within_nodes": travel.within,
-        "gradients_between_nodes": travel.between,
+        "weights": sent.weights,
+        "weight_differences": session.config.weights.difference if sent.differs else None,
+        "gradients_within_nodes": sent.within,
+        "gradients_between_nodes": sent.between,
         "compute": config.compute.format,
         "optimizer": states and f"{states.master}, {states.exp_avg}, {states.exp_avg_sq}",
         "frozen": config.frozen.format,

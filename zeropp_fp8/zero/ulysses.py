@@ -1,17 +1,15 @@
 """FP8 in DeepSpeed's sequence parallelism (Ulysses) and expert parallelism (AutoEP): exchanges of activations.
 
-All of its all-to-alls call `dist.all_to_all_single` in one file, deepspeed/sequence/layer.py (except for DeepCompile,
-which the plugin refuses; the all-gather of image patches in UlyssesSPViTAttention stays as it is). Three paths lead
-there: DistributedAttention through _SeqAllToAll and single_all_to_all, UlyssesSPAttentionHF through
-_dim_zero_all_to_all (until DeepSpeed 0.19.0 through _DimZeroAllToAll), FPDT_Attention through single_all_to_all. This
-module replaces the collective itself, so layouts, uneven heads and overlapping stay DeepSpeed's own code. It also
-replaces the functions on these paths, which know whether a tensor is an activation or a gradient.
+All of its all-to-alls call `dist.all_to_all_single` in deepspeed/sequence/layer.py. This module replaces the collective
+itself, so layouts, uneven heads and overlapping stay DeepSpeed's code, and the functions on the paths to it, which know
+whether a tensor is an activation or a gradient: DistributedAttention goes through _SeqAllToAll and single_all_to_all,
+UlyssesSPAttentionHF through _dim_zero_all_to_all (until DeepSpeed 0.19.0 _DimZeroAllToAll), FPDT_Attention through
+single_all_to_all. The all-gather of image patches in UlyssesSPViTAttention stays as it is.
 
-Every exchange belongs to one engine. The process group does not tell which: the models of RLHF share it. Instead, hooks
-on an engine's modules set its exchange while their forward runs (ActivationHooks). This covers activation checkpointing
-too, where autograd calls a block's forward again. The backward of an exchange belongs to the engine of its forward. So
-engines with and without FP8 can live side by side; an exchange outside any module's forward is DeepSpeed's own. All
-ranks of a group must run the same engine's forward, which a collective demands anyway.
+Every exchange belongs to one engine. The process group does not tell which: the models of RLHF share it. So hooks on an
+engine's modules set its exchange while their forward runs, also again for activation checkpointing (ActivationHooks);
+the backward of an exchange belongs to the engine of its forward. An exchange outside any module's forward is
+DeepSpeed's own. All ranks of a group must run the same engine's forward, which a collective demands anyway.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class ActivationHooks(StagePart):
                 self._handles.append(module.register_forward_hook(_leave, always_call=True))
 
     def formats_changed(self) -> None:
-        self.exchange.rests = True
+        self.exchange.off = True
 
     def remove(self) -> None:
         """Detach from the model: its exchanges are DeepSpeed's own again."""
@@ -142,7 +140,7 @@ class _SequenceComm:
         exchange = _now.exchange
         splits = input_split_sizes if input_split_sizes is not None else output_split_sizes
         if exchange is None or not exchange.accepts(tensor, self.stock.get_world_size(group), splits):
-            if exchange is not None and exchange.rests and tensor.is_floating_point() and splits is not None:
+            if exchange is not None and exchange.off and tensor.is_floating_point() and splits is not None:
                 exchange.count_whole(tensor, group, splits, _now.evaluating)
             return self.stock.all_to_all_single(
                 output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
@@ -213,9 +211,9 @@ def exchange_in_fp8(model: nn.Module, session) -> None:
     if wire_format == "none" and all(sharded.experts_group(param) is None for param in model.parameters()):
         return
     exchange = ActivationExchange(session.place.node, session.ledger)
-    exchange.rests = wire_format == "none"  # then it counts what AutoEP sends
+    exchange.off = wire_format == "none"  # then it counts what AutoEP sends
     for group in found:
         exchange.route(group)  # torch.compile must not be the first to ask
     hooks = ActivationHooks(model, exchange)
-    session.parts.extend([] if exchange.rests else [hooks])
+    session.parts.extend([] if exchange.off else [hooks])
     session.on_model.callback(hooks.remove)

@@ -199,7 +199,7 @@ class NextStep:
                 gradients.append((exact, self.reduced[name].view_as(exact)))
                 weights.append((updated(self.states[name], exact), after[name]))
         units = engine.optimizer.gatherer.units
-        frozen = [(unit, param) for unit in units if unit.storage.sends_what_rests for param in unit.params]
+        frozen = [(unit, param) for unit in units if unit.storage.sends_as_stored for param in unit.params]
         return {
             "arrived otherwise": sorted(name for name, same in self.arrived.items() if not same),
             "seen": len(self.arrived),

@@ -1,7 +1,6 @@
 """Saving a checkpoint in two phases: it counts when every rank's files are on the disk, or not at all.
 
-1. Every rank writes its files beside their names. If one of them could not, all raise, and what was there before stays
-   as it was, `latest` too.
+1. Every rank writes its files beside their names. If one could not, all raise, and what was there before is unchanged.
 2. The files get their names, the manifest is written, and `latest` names the checkpoint.
 
 A job that dies in phase 1 leaves `*.partial` files and no manifest; one that dies in phase 2, a manifest that says that
@@ -77,7 +76,7 @@ class PartialFiles:
     """Stands in for DeepSpeed's checkpoint engine while one checkpoint is saved: files do not get their names yet.
 
     `files`: what has been written, by name.
-    `error`: the first one, kept until all ranks can be told, who would wait for this one in vain.
+    `error`: the first one, kept until all ranks can be told, which would wait for this one in vain.
     """
 
     def __init__(self, writer, rank: int) -> None:

@@ -1,7 +1,7 @@
 """Saving the whole model in its own dtype, adapters merged, in Hugging Face's format; no rank holds it whole.
 
 Parameters are gathered module by module; those of a PEFT layer together, because merging needs them together. Rank 0
-holds what goes into the next file.
+keeps what the next file gets.
 """
 
 from __future__ import annotations

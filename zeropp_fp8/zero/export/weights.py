@@ -73,7 +73,7 @@ def base_model(model: nn.Module, caller: str) -> nn.Module:
     """The model inside PEFT's wrapper.
 
     Raises:
-        ValueError: what PEFT adds cannot be merged, or no rank has all experts; `caller` is who says so.
+        ValueError: what PEFT adds cannot be merged, or no rank has all experts; `caller` is the name in the message.
     """
     if any(sharded.experts_group(param) is not None for param in model.parameters()):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Frozen weights that rest as codes: in their shards, on the wire and between uses."""
+"""Frozen weights that are stored as codes, and sent as they are stored."""

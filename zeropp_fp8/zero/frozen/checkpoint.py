@@ -1,13 +1,12 @@
-"""Checkpoints of frozen weights that rest as codes: what is saved of them, and how they are loaded.
+"""Checkpoints of frozen weights that are stored as codes: what is saved of them, and how they are loaded.
 
 DeepSpeed saves each rank's slice of a frozen parameter in that rank's file of model states. For a stored weight a
 QuantizedFragment takes its place. It is loaded bit for bit:
 
 * by as many ranks: each loads its own;
-* by another number of ranks, where DeepSpeed loads trained states at all: from a universal checkpoint, and (fewer
-  ranks) without optimizer states. Each rank reads what it needs from all ranks' files, and cuts it anew at granules.
-  DeepSpeed leaves frozen parameters of a universal checkpoint alone; with stored weights all of them are loaded, also
-  those in 16 or 32 bits.
+* by another number of ranks, from a universal checkpoint, or (fewer ranks) without optimizer states: each reads what it
+  needs from all ranks' files, and cuts it anew at granules. DeepSpeed leaves frozen parameters of a universal
+  checkpoint alone; with stored weights all of them are loaded, also those in 16 or 32 bits.
 
 Slices of numbers, from a checkpoint without codes, are gathered and encoded, as storing the weight afresh does.
 """
@@ -85,7 +84,7 @@ class FrozenLoad:
         """Load this rank's states as DeepSpeed's `load_module_state_dict` (`stock`) does. Collective.
 
         Raises:
-            ConfigError: the checkpoint has codes of a format that a parameter does not rest in.
+            ConfigError: the checkpoint has codes of another format than a parameter is stored in.
             RuntimeError: the checkpoint does not fit the model, files are missing, or an adapter is merged.
         """
         parts = self._parts(states, self._rank)

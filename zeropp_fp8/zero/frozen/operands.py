@@ -1,6 +1,6 @@
-"""Weights of the frozen store that rest as FP8 operands.
+"""Weights of the frozen store that are stored as FP8 operands.
 
-Where a linear layer computes in FP8 with one scale per tensor, a weight that rests in FP8 with one scale is the operand
+Where a linear layer computes in FP8 with one scale per tensor, a weight stored in FP8 with one scale is the operand
 already: its codes are copied into one piece (1 and 1 byte per element), and keep their scale.
 """
 
@@ -22,7 +22,7 @@ _ONE_SCALE = ("delayed", "current")
 
 
 class FrozenOperands:
-    """The stored weights of one engine that go to their GEMMs as they rest, and their scales.
+    """The weights of one engine that their GEMMs multiply as they are stored, and their scales.
 
     Empty unless linear layers compute in FP8 with one scale per tensor.
     """
@@ -32,7 +32,7 @@ class FrozenOperands:
         self._scales: dict[int, Tensor | None] = {}  # by sharded.key, once they are known: fp32 [1] each
 
     def attach(self, params: Iterable[Parameter]) -> None:
-        """Take over those of an engine's stored parameters that rest so and are weights of layers that compute so."""
+        """Take over an engine's parameters that are stored so and are weights of layers that compute so."""
         conversion = self._session.conversion
         if conversion is None or conversion.scaling.compute.scaling not in _ONE_SCALE:
             return
@@ -55,7 +55,7 @@ class FrozenOperands:
         ids = list(self._scales) if params is None else [sharded.key(p) for p in params if p in self]
         self._scales.update(dict.fromkeys(ids))
 
-    def operand_at_rest(
+    def stored_operand(
         self, param: Parameter, rows: Tensor, slice_numel: int, order: Tensor | None = None
     ) -> Float8Operand:
         """The operand of one of them.

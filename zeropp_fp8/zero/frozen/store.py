@@ -1,14 +1,12 @@
-"""Frozen weights that rest as codes: quantized once, kept in ZeRO-3 shards, moved as they are, never stored in 16 bits.
+"""Frozen weights stored as codes: quantized once, kept in ZeRO-3 shards, sent as they are, never stored in 16 bits.
 
-A stored parameter's shard is the payload (formats/) of this rank's part of the weight, uint8. Parts are equal and
-cut at multiples of the format's granule, and codes and scales are those of the whole tensor: they do not depend on how
-many ranks there are, so a checkpoint resumes bit for bit on another number of ranks. What any code sees as the
-parameter's values are its codes decoded; writing to it under `GatheredParameters(modifier_rank=...)` encodes what was
-written.
+A stored parameter's shard is the payload (formats/) of this rank's part of the weight, uint8. Parts are equal, and cut
+at multiples of the format's granule. Codes and scales are those of the whole tensor, so a checkpoint resumes bit for
+bit on another number of ranks. All code sees decoded values; what is written to them under
+`GatheredParameters(modifier_rank=...)` is encoded.
 
-DeepSpeed's own gathers and partitions would take the codes for numbers, so `gather_stored` and `partition_stored` take
-their place for stored parameters, from the moment a weight is stored: while a model is made under zero.Init, while its
-checkpoint is loaded, and in engines of the plugin. (zero/gather/gatherer.py gathers for computing, in two levels.)
+DeepSpeed's gathers and partitions would take codes for numbers, so `gather_stored` and `partition_stored` replace them
+from the moment a weight is stored, under zero.Init already. (zero/gather/gatherer.py gathers for computing.)
 """
 
 from __future__ import annotations
@@ -197,9 +195,8 @@ def partition_stored(
 
     Returns those whose codes have changed, the same on every rank.
 
-    Codes stay as they are where decoding them gives the values that are there: gathering for writing and writing
-    nothing changes nothing. An adapter that PEFT merges is taken out again bit for bit: the codes from before the merge
-    are kept until its layer counts as unmerged.
+    Codes that decode to the values that are there stay as they are. An adapter that PEFT merges is taken out again bit
+    for bit: the codes from before the merge are kept until its layer counts as unmerged.
 
     Raises:
         RuntimeError: a parameter was written in place, and `has_been_updated` is not set; or an adapter counts as

@@ -1,4 +1,4 @@
-"""Gathers of stored weights: what rests is what travels, and what it decodes to is all there is."""
+"""Gather stored weights: codes are sent as they are stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeropp_fp8.zero.gather.storage import Storage
 
 
 class StoredUnit(SlicedUnit):
-    """A unit of stored parameters. Their codes rest in one buffer, `payload`.
+    """A unit of stored parameters. Their codes are stored in one buffer, `payload`.
 
     Where the node keeps a copy, that is this rank's row of it: on two nodes a third of the codes' memory less.
     """
@@ -57,7 +57,7 @@ class StoredUnit(SlicedUnit):
         return []  # nothing is encoded
 
     def prepare(self) -> bool:
-        """Let the codes rest in one buffer."""
+        """Store the codes in one buffer."""
         if self.payload is not None:
             return False
         shards = [sharded.shard(param) for param in self.packed]
@@ -81,7 +81,7 @@ class StoredUnit(SlicedUnit):
             if shard.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr():
                 sharded.move_shard(param, shard.clone())  # it must not keep the memory of the whole copy
 
-    def at_rest(self) -> Tensor | None:
+    def stored_payload(self) -> Tensor | None:
         return self.payload if self.route.reached == 1 and self.payload.device == self.route.device else None
 
     def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:
@@ -90,19 +90,19 @@ class StoredUnit(SlicedUnit):
         for index in self._not_decoded():
             param, start, numel = self.packed[index], layout.offsets[index], layout.slice_numels[index]
             rows = payloads[:, start : start + layout.sizes[index]]
-            found.append((param, self.storage.operands.operand_at_rest(param, rows, numel, order)))
+            found.append((param, self.storage.operands.stored_operand(param, rows, numel, order)))
         return found
 
 
 class Stored(Storage):
-    """Parameters that rest as codes.
+    """Parameters that are stored as codes.
 
     Attributes:
         operands: those whose codes go to an FP8 product directly.
     """
 
     unit_class = StoredUnit
-    sends_what_rests = True
+    sends_as_stored = True
 
     def __init__(self, route: Route) -> None:
         super().__init__(route)
@@ -150,15 +150,15 @@ class Stored(Storage):
         written += partition_stored(params, has_been_updated, free_data)
 
     def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
-        """Rows about weights that rest, and travel, as codes."""
+        """Rows about weights that are stored, and sent, as codes."""
         by_format: dict[str, list[Parameter]] = defaultdict(list)
         for param in params:
             by_format[repr(stored_weight(param).wire_format)].append(param)
         rows = []
         for name, members in by_format.items():
             numel = sum(sharded.numel(p) for p in members)
-            at_rest = sum(sharded.shard(p).numel() for p in members) * self.route.world_size / numel
-            remarks = [f"{len(members)} tensors, stored in {at_rest:.3f} bytes per parameter on all ranks together"]
+            stored = sum(sharded.shard(p).numel() for p in members) * self.route.world_size / numel
+            remarks = [f"{len(members)} tensors, stored in {stored:.3f} bytes per parameter on all ranks together"]
             operands = sum(p in self.operands for p in members)
             if operands:
                 remarks.append(f"{operands} are stored as GEMM operands")

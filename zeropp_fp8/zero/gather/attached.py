@@ -85,7 +85,7 @@ def by_storage(params: Iterable[Parameter]) -> list[tuple[Storage, list[Paramete
     parts: dict[Storage, list[Parameter]] = {}
     for param in params:
         parts.setdefault(unit_of(param).storage, []).append(param)
-    return sorted(parts.items(), key=lambda part: part[0].sends_what_rests)
+    return sorted(parts.items(), key=lambda part: part[0].sends_as_stored)
 
 
 def by_engine(params: Iterable[Parameter]) -> list[tuple[Owner | None, list[Parameter]]]:

@@ -1,12 +1,11 @@
 """Exact differences: nodes send each other what has changed in payloads, and each has all of their bits.
 
-Every rank that keeps a secondary shard holds the payloads from before the step. After it each rank sends how its own
-differs from what is held of it (formats/exact.py): numbers of 16 bits, FP8 or INT8 codes. The hops up to the secondary
-shard bring all differences, and every rank adds them. In a payload of differences the bytes of other numbers come
-first, as they are, then a header for each chunk of the coded ones, then bodies. How long these are depends on the step,
-so all ranks tell each other before the first gather after it, in one small message for all units that are written. The
-host waits for it, and so for the update, which the gather would wait for anyway; then it knows every payload's size. So
-each is as large as it must be, nothing is ever too large, and no weight is late.
+Every rank that keeps a secondary shard has the payloads from before the step. After it each rank sends how its own
+differs from its copy (formats/exact.py): numbers of 16 bits, FP8 or INT8 codes. The hops up to the secondary shard
+bring all differences, and every rank adds them. A payload of differences has the bytes of other numbers first, then a
+header for each chunk of the coded ones, then bodies. Their sizes depend on the step, so all ranks tell each other
+before the first gather after it, in one small message for all units that are written. The host waits for it, and so for
+the update, which the gather would wait for anyway.
 
 The whole payloads replace differences if no copy exists yet, and if anything but a step wrote the weights.
 """
@@ -88,7 +87,7 @@ class Rows:
             self._segments = kernels.SegmentTable(like, coded, places, device)
 
     def measure(self, row: Tensor, held: Tensor) -> Measured:
-        """How a payload differs from what is held of it, both uint8 [1, bytes]."""
+        """How a payload differs from its copy, both uint8 [1, bytes]."""
         if not self._coded:
             headers = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
         elif self._segments is not None:
@@ -230,7 +229,7 @@ class Difference:
         return sum(self.sizes[rank] for rank in self._unit.route.held_ranks)
 
     def begin(self) -> None:
-        """The whole unit is about to be sent; it is held as a copy from then on."""
+        """The whole unit is about to be sent; it is the copy from then on."""
         self.forget()
         if self.is_on:
             if self._own is None:

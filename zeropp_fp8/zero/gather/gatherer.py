@@ -4,16 +4,15 @@ Two kinds of gather exist:
 
 * for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): in the
   configured wire format, one unit at a time. The shards' payload is encoded once and kept until the weights change, so
-  forward, backward, every micro-batch and evaluation see the same bits. With hpZ the result of the first hops is kept
-  (the secondary shard): later gathers use the node's own links only. One node needs no such copy.
+  all passes see the same bits. With hpZ the result of the first hops is kept (the secondary shard), and later gathers
+  use the node's own links only. One node needs no such copy.
 * for reading and writing (`GatheredParameters` and everything built on it): with every bit, in two levels too.
 
-Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank:
-the optimizer step, checkpoint loads, `partition(has_been_updated=True)`. All ranks therefore agree on what each holds;
-with a tensor's version counter instead they could disagree (a padded shard is never written) and hang.
+Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank. So
+all ranks agree on what each has; by version counters they could disagree (a padded shard is never written) and hang.
 
 hops.py decides what is sent when. Decoding runs on the compute stream just before the values are needed: it takes 40
-microseconds for a block of 50M parameters, and its buffer never crosses streams.
+microseconds for a block of 50M parameters, and its buffer is used on one stream only.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Gatherer(Owner):
         self.secondary = SecondaryShards(route.session)
         self.live_numel = 0
         self.resident = False
-        self._sent_early: set[int] = set()  # by sharded.key: what crosses already while a step writes the others
+        self._sent_early: set[int] = set()  # by sharded.key: what is sent already while a step writes the others
         self._padded_numel: dict[int, int] = {}  # by sharded.key: elements that stock would gather
         device = route.device
         self._nothing = functools.cache(lambda dtype: torch.empty(0, dtype=dtype, device=device))
@@ -283,7 +282,7 @@ class Gatherer(Owner):
     # -- invalidation --------------------------------------------------------------------------------------------
 
     def step_writes(self, parts: Iterable[Sequence[Parameter]]) -> None:
-        """Let a step write weights, part by part; units that are written cross between nodes while it goes on.
+        """Let a step write weights, part by part; units that are written are sent between nodes while it goes on.
 
         A unit whose copy is current has been used since the last step, so it will be used in the next one. Units start
         once the host has issued the update of the next part: for differences it waits until the ranks know their sizes.

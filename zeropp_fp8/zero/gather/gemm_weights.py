@@ -1,19 +1,15 @@
 """One code for wire and GEMM: FP8 weights are sent as the codes that their linear layer multiplies.
 
-If weights are sent as fp8_e4m3 and linear layers compute in FP8, shards are encoded with scales of the full weight,
-and the gathered bytes are the GEMM's operand. No scale is sent: after an optimizer step every rank finds the amax of
-its shards, one all-reduce gives those of all weights, and every rank computes the same scales.
-
-ZeRO-3's flat slices may cut rows and tiles anywhere, because the scales do not belong to slices. The scaling determines
-which products can use the gathered bytes:
+Shards are encoded with scales of the full weight, so ZeRO-3's flat slices may cut rows and tiles anywhere, and the
+gathered bytes are the GEMM's operand. No scale is sent: after a step every rank finds the amax of its shards,
+one all-reduce gives those of all weights, and every rank computes the same scales. Which products use the bytes:
 
     delayed, current   one scale per tensor   y = x W^T as they are; grad_input = g W after a transposition of the bytes
     block              128 x 128 tiles        the same
     per_channel        one scale per row      y = x W^T only; backward decodes and quantizes along the other axis
 
 The bytes are the operand itself if one hop brings them in rank order (one node, one rank per node, or a secondary copy
-on each rank's own device). After two hops the slices are in another order, and one copy of 1 byte per element sorts
-them; without operands a 16-bit weight would be written (2 bytes) and quantized again (3 bytes) instead.
+on each rank's own device). After two hops one copy of 1 byte per element sorts the slices.
 """
 
 from __future__ import annotations

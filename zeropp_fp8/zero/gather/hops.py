@@ -5,9 +5,9 @@ on another, so that consecutive units use both kinds of link at the same time. I
 (difference.py), a third lane adds them to the copies. The lanes are far ahead of the computation, so a user of a unit's
 result waits for that unit, never for a lane.
 
-A gather's buffers are of the compute stream's memory, for that gather alone: where the activations take most, no gather
-is under way that holds any. For this a gather waits for what has been computed when it starts; over NVLink no time is
-lost (benchmarks/results/before_after/h200-2-nvlink-buffers.json), for it starts a unit or more ahead.
+A gather's buffers are of the compute stream's memory, for that gather alone, so that activations can use it at their
+peak. For this a gather waits for what has been computed when it starts, a unit or more ahead; over NVLink no time is
+lost (benchmarks/results/before_after/h200-2-nvlink-buffers.json).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Hops:
         unit.lay_out()
         if unit.prepare():
             self.written()
-        pending, at_rest = PendingGather(unit), unit.at_rest()
-        pending.held = self._held_buffer(pending) if at_rest is None else at_rest
+        pending, stored = PendingGather(unit), unit.stored_payload()
+        pending.held = self._held_buffer(pending) if stored is None else stored
         with self._network, self._ledger.billed(unit.copy_bill if unit.keeps_secondary else pending.bill):
             after(self._weights_ready)
             differs = unit.difference.is_due
@@ -79,7 +79,7 @@ class Hops:
                     self._agree(unit.route)
                 pending.brought = self._brought_ring.take(unit.difference.brought_bytes)
                 pending.first_work = unit.difference.send(pending.held, pending.brought)
-            elif at_rest is None:
+            elif stored is None:
                 pending.first_work = unit.first_hops(pending.held)
             if not pending.first_work:
                 pending.filled = mark(self.device)

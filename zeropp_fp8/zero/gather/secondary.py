@@ -1,10 +1,9 @@
 """Chooses the units that keep their secondary shard, if `secondary.memory_gb` bounds the memory of all shards.
 
 Every kept byte saves the same in later gathers, whatever its unit. Copies of frozen weights survive steps, so they come
-first. The other units follow in the order of the model, and a unit that no longer fits is left out. Units without a
-copy are then the last of a forward, when the first hops of the others (a forward starts them all at once) are over; and
-they are the first of the backward, where units that stay live from the forward are still there. Parameters that stay
-gathered between steps are never gathered again within a step: a copy of them would save nothing.
+first. The other units follow in the order of the model, and a unit that no longer fits is left out. Those are then the
+last of a forward, when the first hops of the others are over, and the first of the backward, where units may still be
+live. Parameters that stay gathered between steps need no copy.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class SlicedUnit(Unit):
         if self.layout is not None and self._made_for == made_for:
             return
         route, self._made_for = self.route, made_for
-        self.operands = [p for p in self.params if self.travels_as_operand(p)]
-        self.packed = [p for p in self.params if not self.travels_as_operand(p)]
+        self.operands = [p for p in self.params if self.sent_as_operand(p)]
+        self.packed = [p for p in self.params if not self.sent_as_operand(p)]
         numels, dtypes = [sharded.shard_numel(p) for p in self.packed], [self.dtype_of(p) for p in self.packed]
         left_out = self._not_decoded()
         formats: list[WireFormat] = [self.format_of(p) for p in self.packed]
@@ -149,7 +149,7 @@ class SlicedUnit(Unit):
     def own_payload(self, into: Tensor | None = None) -> Tensor:
         device, slices = self.route.device, []
         for param, numel in zip(self.packed, self._encoded_numels):
-            own = sharded.at_rest(param)
+            own = sharded.stored(param)
             own = own if own.numel() == numel else own.narrow(0, 0, numel)
             slices.append(own if own.device == device else own.to(device, non_blocking=True))
         row = torch.empty(1, self.layout.row_bytes, dtype=torch.uint8, device=device) if into is None else into
@@ -168,7 +168,7 @@ class SlicedUnit(Unit):
             route.gemm_weights.encode(param, out.view(-1))
         row = own[0]
         if self.payload is not None:
-            if row.data_ptr() != self.payload.data_ptr():  # frozen codes may rest there
+            if row.data_ptr() != self.payload.data_ptr():  # frozen codes may be stored there
                 row.copy_(self.payload, non_blocking=True)
             return
         self.own_payload(row)
@@ -244,7 +244,7 @@ class Sliced(Storage):
     def attach(self, params: Sequence[Parameter]) -> None:
         super().attach(params)
         for param in params:
-            # DeepSpeed leaves padding uninitialized. What is held of it are zeros.
+            # DeepSpeed leaves padding uninitialized. Its copy has zeros.
             sharded.shard(param).view(-1)[self.route.session.own_numel(param) :].zero_()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:

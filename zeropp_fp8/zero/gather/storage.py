@@ -24,11 +24,11 @@ class Storage(ABC):
 
     Attributes:
         unit_class: the class of its units (units.py).
-        sends_what_rests: shards are sent as they are. Otherwise they are numbers, and are encoded for the wire.
+        sends_as_stored: shards are sent as they are. Otherwise they are numbers, and are encoded for the wire.
     """
 
     unit_class: type
-    sends_what_rests = False
+    sends_as_stored = False
 
     def __init__(self, route: Route) -> None:
         self.route = route

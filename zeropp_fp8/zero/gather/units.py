@@ -1,7 +1,6 @@
 """Units (parameter groups) are gathered, decoded and released together: one message per hop, one buffer, one call.
 
-Stock ZeRO-3 runs Python for every parameter and every module; on NVLink a 1.33B Llama then takes three times as long as
-under FSDP2. A unit runs it once for a whole transformer block.
+Stock ZeRO-3 runs Python for every parameter and module; a unit runs it once for a whole transformer block.
 
 A unit knows how its parameters are sent; gatherer.py and hops.py never ask. Its storage says how the ranks keep them:
 as slices of numbers (sliced.py), codes (frozen/unit.py), or whole tensors on owners (owners/unit.py). Its difference
@@ -105,9 +104,8 @@ class Unit(ABC):
         layout: offsets in buffers; None until `lay_out`, and again after formats have changed.
         payload: this rank's encoded shards, if they are kept, until the weights change.
         live: the engine has gathered the values that modules use, and has not dropped them yet.
-        looked_at: keys of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
-            not dropped yet. The engine does not drop them either. Modules that use no other parameters need no gather,
-            so a rank may run them alone.
+        looked_at: keys of parameters that a caller of `gather_exactly` (GatheredParameters) has gathered and not yet
+            dropped; nor does the engine. A rank may run modules that use no others alone, without a gather.
         names: the names of the parameters in the model.
         active_modules: keys of the modules that are using the parameters now.
         writes: a process-wide number of the last write to its weights; it changes with each write.
@@ -170,7 +168,7 @@ class Unit(ABC):
         """Whether a parameter arrives with every bit."""
         return isinstance(self.format_of(param), UnquantizedFormat)
 
-    def travels_as_operand(self, param: Parameter) -> bool:
+    def sent_as_operand(self, param: Parameter) -> bool:
         """Whether the gathered bytes of a parameter are a GEMM operand."""
         route = self.route
         format_agrees = self.format_of(param) is route.session.formats.weights
@@ -183,7 +181,7 @@ class Unit(ABC):
     def bytes_of(self, param: Parameter) -> float:
         """Bytes that a rank sends of a parameter, on average."""
         codes = SharedScaleFormat(WIRE_FORMAT)
-        return self.bytes_in(codes if self.travels_as_operand(param) else self.format_of(param), param)
+        return self.bytes_in(codes if self.sent_as_operand(param) else self.format_of(param), param)
 
     # -- a gather, in the order of these -----------------------------------------------------------------------------
 
@@ -200,7 +198,7 @@ class Unit(ABC):
         """Do work on the stream of the weights before a gather; returns whether shards were written."""
         return False
 
-    def at_rest(self) -> Tensor | None:
+    def stored_payload(self) -> Tensor | None:
         """The stored bytes, if they are already the first hops' result; None if the hops are needed."""
         return None
 

@@ -1,4 +1,4 @@
-"""The codes of a unit as its gather brings them, for who keeps them and multiplies with them."""
+"""The codes of a unit as its gather brings them, to be kept and multiplied with."""
 
 from __future__ import annotations
 

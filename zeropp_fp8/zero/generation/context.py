@@ -1,9 +1,8 @@
 """Generation with the model of a ZeRO-3 engine, in the middle of training.
 
-For as long as the context lasts, weights stay on the ranks (resident.py), DeepSpeed's hooks around modules are laid
-aside, LoRA adapters are merged into the values that stay, and the model evaluates with its KV cache on. What is
-compiled rests: each length of the cache and each layer's forward would be compiled anew. Afterwards all is as it was:
-shards and stored codes are never written.
+Inside the context weights stay on the ranks (resident.py), DeepSpeed's hooks around modules are off, LoRA adapters are
+merged into the values that stay, and the model evaluates with its KV cache on. Compiled code is not used: each length
+of the cache would be compiled anew. Shards and stored codes are never written, so afterwards all is as before.
 """
 
 from __future__ import annotations

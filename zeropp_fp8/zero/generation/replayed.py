@@ -1,9 +1,8 @@
 """The decoding step as a CUDA graph: recorded once for a sequence, replayed for each of its tokens.
 
-A token's forward pass asks Python for a thousand launches, whose kernels take a quarter of that time (the columns
-"host" and "kernels" of benchmarks/generation.py). With transformers' static cache each token's pass launches the same
-kernels with the same addresses, so the driver can repeat them by itself. What the step reads is copied where the
-recorded kernels read it, and what it gives out of where they write it.
+A token's forward pass is a thousand launches, for which Python takes four times as long as the kernels ("host" and
+"kernels" of benchmarks/generation.py). With transformers' static cache each pass launches the same kernels with the
+same addresses, so the driver can repeat them. Inputs are copied to where they read, results from where they write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that stay on a rank while a model generates: their values, or their codes.
 
-A forward pass of ZeRO-3 gathers and drops every block. Generation runs one for each token, so what a rank can hold it
-keeps for the whole rollout: the values of all weights, or, in a half to a quarter of that memory, the codes of linear
-layers' weights as they came over the wire. Both are what the training forward computes with, bit for bit.
+A forward pass of ZeRO-3 gathers and drops every block. Generation runs one per token, so a rank keeps what fits for the
+whole rollout: the values of all weights, or, in a half to a quarter of that memory, the codes of linear layers' weights
+as they were received. Both are what the training forward computes with, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeropp_fp8.zero.generation.layers import multipliable_weights
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_linear import QuantizedStack  # needs Triton, which is loaded on first use
 
-_DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
+_DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that are sent quantized
 
 
 class _Resident:
@@ -40,7 +40,7 @@ class _Resident:
     def gather(self) -> None:
         """Keep what is to be kept. Collective."""
         for param in self.gatherer.ownership.params.values():
-            if not sharded.known(param).as_numbers:  # those that travel as operands of FP8 products come as numbers
+            if not sharded.known(param).as_numbers:  # those that are sent as operands of FP8 products come as numbers
                 sharded.remember(param, as_numbers=True)
                 self._marked.append(param)
         waiting = [unit for unit in self.gatherer.units if unit.missing]

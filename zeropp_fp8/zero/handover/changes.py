@@ -1,4 +1,4 @@
-"""Which elements of the weights have changed since they were handed over last: their places, and their values."""
+"""Which elements of the weights have changed since the last hand-over: their places, and their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Patch(NamedTuple):
 
 
 class Changes(Handed):
-    """The elements that differ from what went last; all at first. Made on every rank.
+    """The elements that have changed since the last hand-over; all at first. Made on every rank.
 
     Iterating gives the patches of a group of tensors, on rank 0 those of tensors that have changed, on others none.
 

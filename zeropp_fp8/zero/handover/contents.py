@@ -29,8 +29,8 @@ class Group:
 
     Attributes:
         params: gathered with every bit; `read` makes tensors of their values, by id.
-        operands: (name, weight) of those that are gathered as training computes with them, to go as FP8 codes.
-        shards: (name, weight) of those that go as they lie on the ranks, if these are to be apart.
+        operands: (name, weight) of those that are gathered as training computes with them, to be sent as FP8 codes.
+        shards: (name, weight) of those that are sent as they lie on the ranks, if these are to be apart.
     """
 
     params: list[Parameter]
@@ -45,8 +45,8 @@ class Contents:
     Args:
         module: of the engine; model: the same without PEFT's wrapper.
         kind: "merged", "base" or "adapters", see WeightSource.
-        float8: which weights go as FP8 codes.
-        lies_here: whether a parameter lies on the ranks as its engine has placed it; those that go so are then apart.
+        float8: which weights are sent as FP8 codes.
+        lies_here: whether a parameter lies on the ranks as its engine has placed it; those sent so are then apart.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Contents:
             kept = []
             for key, param in part.params:
                 named = part.prefix + key, param
-                if self._goes_as_operand(part, param):
+                if self._sent_as_operand(part, param):
                     operands.append(named)
-                elif self._goes_as_it_lies(part, param):
+                elif self._sent_as_it_lies(part, param):
                     shards.append(named)
                 else:
                     kept.append((key, param))
@@ -88,19 +88,19 @@ class Contents:
         params = [param for part in exact for _, param in part.params]
         return Group(params, lambda values: (w for part in exact for w in tensors(part, values)), operands, shards)
 
-    def _goes_as_operand(self, part: Part, param: Parameter) -> bool:
-        """Whether a weight goes as the codes that training multiplies, if it multiplies codes."""
+    def _sent_as_operand(self, part: Part, param: Parameter) -> bool:
+        """Whether a weight is sent as the codes that training multiplies, if it multiplies codes."""
         if not self._is_coded(part, param):
             return False
-        return stored_weight(param) is not None or unit_of(param).travels_as_operand(param)
+        return stored_weight(param) is not None or unit_of(param).sent_as_operand(param)
 
-    def _goes_as_it_lies(self, part: Part, param: Parameter) -> bool:
-        """Whether what a rank has of a weight goes as it is there."""
-        given = self._lies_here(param) and not sharded.rests_as_codes(param)
+    def _sent_as_it_lies(self, part: Part, param: Parameter) -> bool:
+        """Whether what a rank has of a weight is sent as it is there."""
+        given = self._lies_here(param) and not sharded.stored_as_codes(param)
         return given and not part.is_adapter and not self._is_coded(part, param)
 
     def _is_coded(self, part: Part, param: Parameter) -> bool:
-        """Whether a weight goes as FP8 codes."""
+        """Whether a weight is sent as FP8 codes."""
         coded = self._float8 is not None and not part.is_adapter and part.module in self._float8
         return coded and is_matrix(sharded.shape(param))
 

@@ -31,7 +31,7 @@ _CASTS = {
 
 
 class Float8Weights:
-    """Which linear layers' weights go as codes: those that training computes in FP8; without FP8 compute all of
+    """Which linear layers' weights are sent as codes: those that training computes in FP8; without FP8 compute all of
     nn.Linear but `skip_modules`.
 
     Args:

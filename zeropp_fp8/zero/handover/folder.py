@@ -1,8 +1,7 @@
 """Updates through files: for engines in another region, which a trainer does not reach, and which come and go.
 
-A folder has a safetensors file per update that has tensors, VERSION-NUMBER.safetensors, and, written last, VERSION.json
-with the headers of all updates of that version: a version that is listed is there as a whole. Where the weights
-themselves come their files have them under their names.
+A folder has a safetensors file per update that has tensors, VERSION-NUMBER.safetensors, with whole weights under their
+names, and VERSION.json, written last, with the headers of all updates: a version that is listed is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 
 from zeropp_fp8.zero.handover.receiver import MissedUpdate, Receiver
-from zeropp_fp8.zero.handover.update import Header, Update, travelling
+from zeropp_fp8.zero.handover.update import Header, Update, sent_tensors
 
 WANTED = "wanted"  # a file by which an engine asks for all weights
 
@@ -99,7 +98,7 @@ def catch_up(folder: Path, receiver: Receiver) -> int | None:
         if way is None:
             raise MissedUpdate(f"{folder} does not lead from version {receiver.version} to {listed(folder)[-1]}")
         for header in chain.from_iterable(way):
-            has_file = bool(travelling(header))
+            has_file = bool(sent_tensors(header))
             receiver.apply(Update(header, load(_file(folder, header).read_bytes()) if has_file else {}))
     except MissedUpdate:
         (folder / WANTED).touch()

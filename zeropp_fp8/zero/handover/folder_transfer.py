@@ -18,10 +18,10 @@ class FolderTransfer:
 
     Args:
         folder: a `pathlib.Path`, or what has its methods, such as cloudpathlib's `S3Path`.
-        whole_every: how many versions apart all weights go. Versions before the last but one of these are deleted.
+        whole_every: versions between two whole copies. Versions before the last but one of these are deleted.
 
     Attributes:
-        updates: what goes, with its version.
+        updates: what is sent, with its version.
 
     Raises:
         RuntimeError: rank 0 cannot read the folder; on every rank.
@@ -36,7 +36,7 @@ class FolderTransfer:
         self.updates = Updates(source, gather_objects(version)[0])
 
     def _found(self) -> int:
-        """The last version that is there, 0 for none; it is gone on from after a restart, and all weights come next."""
+        """The last version that is there, 0 for none. A restart continues from it, and sends all weights next."""
         self._folder.mkdir(parents=True, exist_ok=True)
         versions = listed(self._folder)
         self._wholes = [version for version in versions if is_whole(headers_of(self._folder, version))]
@@ -46,7 +46,7 @@ class FolderTransfer:
         """Write the next version. Collective.
 
         Raises:
-            RuntimeError: a rank has failed; on every rank. Then the version is not listed, and all goes next time.
+            RuntimeError: a rank has failed; on every rank. Then the version is not listed, and all is sent next time.
         """
         self.updates.hand_over(self._write, self._writes)
 

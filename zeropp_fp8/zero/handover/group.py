@@ -77,7 +77,7 @@ class TransferGroup:
 
 
 def beside(call: Callable, *arguments) -> Future:
-    """A call in a thread that nobody has to wait for: one that fails here must not wait for who waits for it."""
+    """A call in a thread, so that a rank that fails does not wait for ranks that wait for it."""
     future: Future = Future()
 
     def work() -> None:

@@ -1,8 +1,8 @@
-"""Each rank's own part of the weights as they went last; what differs now is brought to rank 0.
+"""Each rank's own part of the weights as they were sent last; rank 0 gets what differs now.
 
 Every rank keeps its own part of each tensor (1 / ranks of what is handed over, on its device) and compares it bit for
-bit with what it has now. A weight that goes as it lies on the ranks is compared there, without a gather. Weights that
-are made of several (merged adapters, FP8 codes) are made of gathered ones on every rank, which then compares its slice.
+bit with what it has now, without a gather if a weight is sent as it lies. Weights made of several (merged adapters, FP8
+codes) are made of gathered ones on every rank, which then compares its slice.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RECEIVER = 0  # the rank that gets what differs
 
 
 class Handed(ABC):
-    """Finds how weights differ from what went last, a group of tensors at a time; all at first. Made on every rank.
+    """Finds what has changed since the last hand-over, a group of tensors at a time; all at first. Made on every rank.
 
     Attributes:
-        version: how many times it has gone as a whole.
+        version: how many hand-overs were complete.
     """
 
     _nothing: Any = None  # the item on other ranks, and on rank 0 after a failure
@@ -46,7 +46,7 @@ class Handed(ABC):
         """Let `action` take what is yielded and send it, on the ranks that are `here`. Collective.
 
         Raises:
-            RuntimeError: a rank has failed; on every rank. Then all goes next time.
+            RuntimeError: a rank has failed; on every rank. Then all is sent next time.
         """
         try:
             consume("send_weights", iter(self), action, here)
@@ -65,8 +65,8 @@ class Handed(ABC):
     def __iter__(self) -> Iterator[Any]:
         """Yield what differs, a group of tensors at a time, on rank 0.
 
-        Collective, between steps. It counts as handed over: a user that fails to do so calls `forget`. Who stops before
-        the end goes on for the others when the iterator is closed, and they raise; then all goes next.
+        Collective, between steps. It counts as handed over: a user that fails to do so calls `forget`. If you stop
+        early, closing the iterator finishes the others' work; then all ranks raise, and all is sent next time.
 
         Raises:
             RuntimeError: a rank has failed, or stopped early; on every rank, after all is compared.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp_fp8.zero.handover.update import DIFFERENCES, Header, Layout, Update, checksum_of, travelling, write_ranges
+from zeropp_fp8.zero.handover.update import DIFFERENCES, Header, Layout, Update, checksum_of, sent_tensors, write_ranges
 
 
 class MissedUpdate(RuntimeError):
@@ -40,8 +40,8 @@ class Receiver:
         """Make the weights of a group those of the trainer.
 
         Raises:
-            MissedUpdate: it is not the next one, of version or group; then nothing was written. Or the weights have
-                another checksum than the trainer's: something else has written to them.
+            MissedUpdate: it is not the next one, of version or group, and nothing was written; or the weights have
+                another checksum than the trainer's, because something else has written to them.
             ValueError: there is no such weight here, or it has another shape or dtype.
         """
         header = update.header
@@ -80,7 +80,7 @@ class Receiver:
         """
         device = self._device if self._takes_all else next(iter(self.weights.values())).device
         update = Update(Header(**header), {})
-        for name, (dtype, shape) in travelling(update.header).items():
+        for name, (dtype, shape) in sent_tensors(update.header).items():
             update.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
             group.broadcast(update.tensors[name], src=0)
         self.apply(update)

@@ -1,8 +1,7 @@
 """The weights of a training engine as named tensors, a block of the model at a time, for an engine that generates.
 
-Every rank iterates, because every rank takes part in the gathers; each gets all tensors. While a block's tensors are
-handed out, that block is there and no other. The interface is that of vLLM's `WeightSource`
-(docs.vllm.ai/en/latest/training/weight_transfer/base): `metadata()` declares, without a gather, what iterating yields.
+Every rank iterates, because every rank takes part in the gathers; each gets all tensors, and one block is there at a
+time. The interface is that of vLLM's `WeightSource` (docs.vllm.ai/en/latest/training/weight_transfer/base).
 """
 
 from __future__ import annotations
@@ -120,11 +119,9 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor on this rank's device). Collective: to be iterated to its end on every rank, between steps.
 
-        Who stops before the end goes on gathering for the others, when the iterator is closed, and they raise. The
-        tensor belongs to training: it is not to be written to.
-
-        Everything is made on the stream that is current here. Who asks for the next tensor on another one, as vLLM
-        does, has it wait.
+        If you stop early, closing the iterator finishes the gathers; then all ranks raise. The tensor belongs to
+        training: do not write to it. All is made on the stream that is current here; another stream on which the next
+        tensor is asked for, as vLLM does, waits for it.
 
         Raises:
             RuntimeError: a rank has failed, or stopped early; on every rank, after all is gathered.
@@ -156,10 +153,9 @@ class WeightSource:
     # -- handed.py: each rank's own part of all tensors ---------------------------------------------------------------
 
     def own_parts(self, lockstep: Lockstep) -> Iterator[Parts]:
-        """This rank's part of every tensor, a group at a time; of what goes as it lies on the ranks without a gather.
+        """This rank's part of every tensor, a group at a time, gathered only if it is not sent as it lies.
 
-        Collective. After this rank has failed, which `lockstep` notes, it goes on for the others; its parts are not all
-        there then.
+        Collective. A rank that has failed, which `lockstep` notes, continues for the others, without all of its parts.
         """
         self._check_idle()
         groups = self._groups(self._by_shards)
@@ -211,7 +207,7 @@ class WeightSource:
 
     def _codes(self, name: str, param: Parameter) -> list[tuple[str, Tensor]]:
         operand = sharded.known(param).operand
-        if operand is None:  # one rank, to which nothing travels, or stored in another format
+        if operand is None:  # one rank, to which nothing is sent, or stored in another format
             return self._float8.encode(name, param.data)
         return self._float8.of_operand(name, operand)
 

@@ -1,4 +1,4 @@
-"""Sending updates to the processes of an engine: what comes is said by four calls, and tensors go over a group.
+"""Send updates to an engine: four calls announce them, a process group carries the tensors.
 
 The calls are those of vLLM's `VLLMWeightSyncClient`, so that its clients reach an engine of vLLM's (vllm_engine.py).
 """
@@ -22,7 +22,7 @@ from zeropp_fp8.zero.handover.updates import Updates
 
 
 class Transfer:
-    """Sends updates to receivers that a client tells what comes. Made on every rank, which call its methods together.
+    """Sends updates to receivers, which a client tells what comes. All ranks make it, and call its methods together.
 
     After a failure the receivers are joined anew by the next hand-over, which has all weights: they, or the trainer,
     may have been started again.
@@ -34,7 +34,7 @@ class Transfer:
         receivers: how many processes; seconds: that one waits for another.
 
     Attributes:
-        updates: what goes, with its version; sent_bytes: of tensors, so far.
+        updates: what is sent, with its version; sent_bytes: of tensors, so far.
 
     Raises:
         RuntimeError: the receivers cannot be joined; on every rank.
@@ -61,7 +61,7 @@ class Transfer:
         lockstep.raise_everywhere()
 
     def forget(self) -> None:
-        """Let all weights go next time: an engine has lost its own. One rank is enough."""
+        """Send all weights next time: an engine has lost its own. One rank is enough."""
         self.updates.forget()
 
     def send_weights(self, wait: bool = True) -> None:
@@ -72,7 +72,7 @@ class Transfer:
                 what has failed meanwhile. All weights are waited for, or rank 0 would have to keep them.
 
         Raises:
-            RuntimeError: a rank, an engine or the way to it has failed; on every rank. Then all goes next time.
+            RuntimeError: a rank, an engine or the way to it has failed; on every rank. Then all is sent next time.
         """
         self.complete()
         try:
@@ -131,7 +131,7 @@ class Transfer:
     def _send_all(self, updates: Iterable[Update]) -> None:
         self._client.start_weight_update()
         for header, tensors in updates:
-            answer = beside(self._client.update_weights, vars(header))  # who receives waits in it
+            answer = beside(self._client.update_weights, vars(header))  # receivers wait in it
             for tensor in tensors.values():
                 self._group.broadcast(tensor, answer=answer)
                 self.sent_bytes += tensor.nbytes

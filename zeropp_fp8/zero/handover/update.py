@@ -1,8 +1,8 @@
 """An update of the weights of a group of tensors that are gathered together, with a version and a checksum.
 
-The first time it holds them as they are. After that it holds, for each rank of the trainer, how the rank's own part of
-them differs from what went last (formats/exact.py): 0.08 to 0.24 bits a weight in bf16 at 1e-6
-(benchmarks/results/weight_changes). Who applies it needs the weights of the version before, and no more (receiver.py).
+The first one has the weights themselves. A later one has, of each rank of the trainer, how its own part differs from
+what was sent last (formats/exact.py): 0.08 to 0.24 bits per weight in bf16 at 1e-6 (benchmarks/results/weight_changes).
+To apply it an engine needs the weights of the version before, and no more (receiver.py).
 Nothing here needs DeepSpeed: an engine's process has none.
 """
 
@@ -19,7 +19,7 @@ from zeropp_fp8.formats import UnquantizedFormat
 from zeropp_fp8.zero.gather.difference import Rows
 from zeropp_fp8.zero.gather.storage import BITS
 
-DIFFERENCES = "differences"  # the name of what travels instead of weights
+DIFFERENCES = "differences"  # the name of what is sent instead of weights
 _AT_ONCE = 1 << 22  # elements that a checksum takes at a time, in 64 bits each
 Ranges = Sequence[tuple[int, int]]  # (first element, how many)
 
@@ -56,7 +56,7 @@ class Update(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def travelling(header: Header) -> dict[str, tuple[torch.dtype, list[int]]]:
+def sent_tensors(header: Header) -> dict[str, tuple[torch.dtype, list[int]]]:
     """{name: (dtype, shape)} of an update's tensors."""
     if header.after is not None:
         return {DIFFERENCES: (torch.uint8, [sum(header.sizes)])} if sum(header.sizes) else {}

@@ -1,4 +1,4 @@
-"""The weights of a trainer as updates (update.py): all of them at first, then what differs from what went last."""
+"""The weights of a trainer as updates (update.py): all at first, then what has changed since the last hand-over."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zeropp_fp8.zero.handover.update import DIFFERENCES, Header, Layout, Ranges,
 class Updates(Handed):
     """All that an engine needs to have the weights of now; all of them at first. Made on every rank.
 
-    Iterating gives the Update of a group of tensors on rank 0, and None on others. Adapters go whole each time. The
-    `version` is the one that went last.
+    Iterating gives the Update of a group of tensors on rank 0, and None on others. Adapters are always sent
+    whole. `version` is that of the last hand-over.
     """
 
     def __init__(self, source: WeightSource, version: int = 0) -> None:
@@ -30,7 +30,7 @@ class Updates(Handed):
         return super().__iter__()
 
     def _found(self, parts: Parts) -> tuple[tuple[bool, list[Ranges], int], Tensor]:
-        """Whether its weights go as they are, their ranges and checksum; and they, or how they differ."""
+        """Whether weights are sent whole, their ranges and checksum; and the weights, or how they differ."""
         number, values = parts.number, [part.values.contiguous() for part in parts.of_tensors]
         ranges = [part.ranges for part in parts.of_tensors]
         summed = checksum_of(values, ranges)

@@ -50,14 +50,14 @@ class VLLMSparseTransfer:
     """vLLM's trainer engine for elements that have changed. The first hand-over, and one after a failure, has all.
 
     Attributes:
-        engine: vLLM's own; changes: what goes, with its version.
+        engine: vLLM's own; changes: what is sent, with its version.
     """
 
     def __init__(self, source: WeightSource, engine) -> None:
         self.changes, self.engine = Changes(source), engine
 
     def forget(self) -> None:
-        """Let all go next time: an engine has lost its weights. One rank is enough."""
+        """Send all weights next time: an engine has lost its own. One rank is enough."""
         self.changes.forget()
 
     def send_weights(self) -> None:
@@ -65,7 +65,7 @@ class VLLMSparseTransfer:
 
         Raises:
             RuntimeError: a rank or the engine has failed, or a weight is NaN, which vLLM's patches cannot say; on every
-                rank. Then all goes next time.
+                rank. Then all is sent next time.
         """
         self.changes.hand_over(self._send, self.engine.is_sender)
 
@@ -98,7 +98,7 @@ def vllm_transfer(source: WeightSource, init_info, client) -> VLLMTransfer | VLL
     Args:
         source: of `weights` "merged" or "base".
         init_info: one of vLLM's, e.g. `NCCLTrainerInitInfo(..., rank=torch.distributed.get_rank())`; with
-            `SparseNCCLTrainerInitInfo` only elements that have changed go.
+            `SparseNCCLTrainerInitInfo` only elements that have changed are sent.
         client: e.g. `HTTPVLLMWeightSyncClient("http://localhost:8000")`.
 
     Raises:

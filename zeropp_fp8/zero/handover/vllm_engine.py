@@ -1,8 +1,8 @@
 """vLLM's worker engine for updates: `weight_transfer_config={"backend": "zeropp_fp8"}`; the trainer has a `Transfer`.
 
-vLLM's models cut and fuse weights, so that a worker keeps those of the checkpoint beside its model, on its device, for
-differences to be added to: 2 bytes a weight in bf16, on each worker. What has changed in them goes to the model by
-vLLM's own loader of patches. Where there is no room for that, vLLM's "sparse_nccl" needs none (`vllm_transfer`).
+vLLM's models cut and fuse weights. So a worker keeps those of the checkpoint too, on its device, and adds differences
+to them: 2 bytes per weight in bf16. vLLM's own loader of patches writes what has changed to the model. vLLM's
+"sparse_nccl" (`vllm_transfer`) needs no such memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IN_PATCHES = {"bfloat16", "float16", "float32"}
 def register() -> None:
     """Let vLLM know of the backend; by the entry point `vllm.general_plugins` vLLM calls it in each of its processes.
 
-    An older vLLM goes on without it, and says that it does not know the backend where that is asked for.
+    An older vLLM continues without it, and says that it does not know the backend if asked for it.
     """
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory

@@ -1,19 +1,16 @@
 """Whole tensors on one owner each, instead of a slice of every tensor on every rank: which rank owns what.
 
-FP8-LM (arXiv 2310.18313, Algorithm 1) gives a tensor with its one scale to one rank: largest first, each
-to the rank with most memory left. That balances memory as long as tensors are many and small. Two things go wrong:
+FP8-LM (arXiv 2310.18313, Algorithm 1) gives a tensor with its one scale to one rank: largest first, each to the rank
+with most memory left. "balance" mends what goes wrong with large tensors:
 
-Memory. Llama-3-8B's embedding (128256 x 4096 = 525M of 8030M elements) is 2.09 x the mean load of one of 32 ranks. So
-tensors above 1/4 of the mean load are cut by rows.
+Memory. Llama-3-8B's embedding is 2.09 x the mean load of one of 32 ranks. So tensors above 1/4 of the mean load are cut
+by rows.
 
-Exchange. The tensors of a transformer block are gathered together, and the exchange takes as long as the rank that
-owns most of the block. Llama-7B's block has 4 * 4096^2 + 3 * 4096 * 11008 = 202.4M elements: 25.3M a rank on 8 ranks.
-  * Greedy by memory does not see blocks: the busiest rank owns 2.3 x its share on 8 ranks, 7.8 x on 32 (mean block).
-  * Whole tensors cannot do better than 1.78 x on 8: gate_proj alone has 45.1M = 1.78 * 25.3M. On 32 ranks: 7.13 x.
-  * Cut at 5/4 of a share, gate, up and down become 2 parts of 22.5M each. On 8 ranks these 6 parts and 4 tensors of
-    16.8M leave two ranks with 2 * 16.8M: 1.33 x.
-"balance" cuts so, lays a block's parts out in as many bins as there are ranks, largest first to the emptiest bin, and
-deals the bins out, largest to the rank with most memory left.
+Exchange. The tensors of a transformer block are gathered together, which takes as long as the rank that owns most of
+the block. Of Llama-7B's block (202.4M elements) the busiest of 8 ranks owns 2.3 x its share by memory alone, and at
+least 1.78 x with whole tensors: gate_proj. So tensors are cut at 5/4 of a share, which leaves 1.33 x. A block's parts
+are laid out in as many bins as there are ranks, largest first to the emptiest bin, and the bins are dealt out, largest
+to the rank with most memory left.
 
 Arithmetic. Muon's update takes a matrix whole (`operations`): it is not cut, and its owner multiplies matrices, 30 n^3
 operations for one of n x n. Exchanges (loads.py) even out memory and arithmetic then.

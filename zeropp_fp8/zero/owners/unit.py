@@ -75,7 +75,7 @@ class OwnedUnit(Unit):
         if self.layout is not None and self._made_for == made_for:
             return
         self._made_for = made_for
-        operands = [p for p in self.params if self.travels_as_operand(p)]
+        operands = [p for p in self.params if self.sent_as_operand(p)]
         formats = [self.format_of(p) for p in self.params]
         self.layout = self.storage.layout_of(self.params, formats, operands)
         self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
@@ -226,7 +226,7 @@ class Owned(Storage):
     def layout_of(
         self, params: Sequence[Parameter], formats: Sequence[WireFormat], operands: Iterable[Parameter] = ()
     ) -> OwnedLayout:
-        """The layout of parameters that travel in `formats`; `operands` of them as codes with a scale elsewhere."""
+        """The layout of parameters that are sent in `formats`; `operands` of them as codes with a scale elsewhere."""
         route, operands = self.route, set(operands)
         codes = SharedScaleFormat(WIRE_FORMAT)
 

@@ -1,18 +1,17 @@
 """Scales that all ranks share for FP8 gradients, and the factor mu that keeps their sums in range (FP8-LM).
 
-FP8-LM (arXiv 2310.18313), section 2.1. Rank i's gradient g_i travels as FP8(g_i * e) with the same e on every rank, so
+FP8-LM (arXiv 2310.18313), section 2.1. Rank i's gradient g_i is sent as FP8(g_i * e) with the same e on every rank, so
 codes are added unchanged. With s = largest code / amax of the tensor over all ranks, and N ranks, e = s * mu, and the
 mean gradient is the sum / (s * mu * N). (The paper's other choices are worse: e = s / N turns small values into zeros,
 and e = s cuts the sum off at the largest code; benchmarks/fp8_lm_policies.py compares them.)
 
-mu is halved after a step in which more than 0.001 % of the FP8 numbers are at the largest code, and otherwise grows
-by 2 over 1,000 steps. (The paper says that mu "is set to 1/2 in the next step". This code reads it as halved: a mu of
-1/2 could not follow sums that need 1/8, and would jump up from 1/8.) The share counts all tensors and ranks together;
-it is taken apart for ranks' gradients, partial sums between the hops and stored results, and the largest share decides.
+mu is halved after a step in which more than 0.001 % of FP8 numbers are at the largest code, and otherwise grows by 2
+over 1,000 steps. (The paper's "is set to 1/2 in the next step" is read as halved: 1/2 could not follow sums that need
+1/8.) The share counts all tensors and ranks together, but ranks' gradients, partial sums between the hops and stored
+results apart; the largest share decides.
 
-amax comes from earlier steps: with the step's own amax mu would cancel, and some value of each tensor would
-always be at the largest code. It is reduced over ranks once per step for all tensors; a tensor that has none yet takes
-its current one, in one more collective.
+amax comes from earlier steps: with the step's own amax mu would cancel. It is reduced over ranks once per step for all
+tensors; a tensor that has none yet takes its current one, in one more collective.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class GradientScales(StagePart):
     """Scales of the gradients of one engine.
 
     Args:
-        params: all trained parameters, in the order of their reduction. Those with fewer than two dimensions travel
+        params: all trained parameters, in the order of their reduction. Those with fewer than two dimensions are sent
             exactly; they have a place, so that the scales of parameters that are reduced together are neighbours.
         names: of `params`, for checkpoints: another gather unit or other groups give another order.
     """

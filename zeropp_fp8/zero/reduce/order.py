@@ -1,12 +1,10 @@
 """The one order in which gradients are reduced on every rank.
 
 Stock ZeRO-3 puts a gradient into the bucket when autograd produces it. Ranks whose unused parameters differ (a mixture
-of experts, a conditional layer) then fill different buckets, and hang or mix up tensors. Here parameters are cut into
-units (a transformer block, or a single parameter), the units have one fixed order, and a unit enters the bucket only
-after all units before it. A gradient that has not come when a module's backward ends, and cannot come any more, is sent
-as zeros; so is one that has not come when the whole backward ends.
-
-The order is the reverse of registration, which is the order in which backward finishes blocks.
+of experts, a conditional layer) then fill different buckets, and hang or mix up tensors. Here units (a transformer
+block, or a single parameter) enter the bucket in one order, the reverse of registration, in which backward finishes
+blocks. A gradient that has not come when a module's backward ends, and cannot come any more, is sent as zeros; so is
+one that has not come when the whole backward ends.
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ def reduction_units(
 ) -> list[list[Parameter]]:
     """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
 
-    `registered`: the model's parameters. An optimizer may have them in another order, such as vectors after matrices or
-    the last layers first. Units in its order would wait for one another until backward ends, with their gradients in
-    memory. Inside a block the optimizer's order is kept, as in stock's leaf modules. `joined_numel` joins tensors that
-    would be small messages or launches of their own: neighbours outside blocks up to that many elements; and the
-    vectors (norms, biases) of all blocks, whose format differs from that of the blocks' matrices, with the last unit.
+    `registered`: the model's parameters. Units in the order of an optimizer that has them otherwise would wait for one
+    another until backward ends. Inside a block the optimizer's order is kept, as in stock's leaf modules.
+    `joined_numel` joins tensors that would be small messages: neighbours outside blocks up to that many elements; and
+    the vectors (norms, biases) of all blocks, whose format differs from that of the matrices, with the last unit.
     """
     block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     units: dict[object, list[Parameter]] = {}

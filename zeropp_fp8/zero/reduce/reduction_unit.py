@@ -50,7 +50,7 @@ class ReductionUnit:
         dtypes = tuple([grad.dtype for grad in grads])
         if self.dtypes != dtypes and not self.backward_passes:
             session, self.dtypes, self.sums = self.session, dtypes, []
-            # Parameters that travel in full are reduced as vectors are.
+            # Parameters that are sent in full are reduced as vectors are.
             exactly = [session.sends_exactly("gradients", p) for p in self.params]
             shapes = [(sharded.numel(p),) if e else sharded.shape(p) for p, e in zip(self.params, exactly)]
             formats = session.formats.within, session.formats.between

@@ -1,4 +1,4 @@
-"""Reduced gradients in FP8 with a scale per block, whatever format they travelled in.
+"""Reduced gradients in FP8 with a scale per block, whatever format they were sent in.
 
 Where GradientStore keeps the codes that ranks have added, here the last hop gives fp32 numbers, which are encoded on
 the stream where they arrive: 1 byte per element and 1 per block, each block scaled by its own amax.

@@ -22,7 +22,7 @@ from zeropp_fp8.zero.states.groups import StateGroup
 
 
 def checked_update(optimizer: torch.optim.Optimizer, whole: bool = False) -> Update:
-    """The update of an optimizer whose states rest in low precision.
+    """The update of an optimizer whose states are stored in low precision.
 
     Args:
         whole: each tensor whose update needs all of it has one owner.

@@ -2,8 +2,7 @@
 
 FP8-LM (arXiv 2310.18313), section 2.1. The last hop of a reduction writes codes at once, of sums over micro-batches
 that have added up inside the node, too. Where each micro-batch is reduced to the end, this rank's part adds up in 16 or
-32 bits here, and becomes FP8 when the step begins. It is then scaled by its own amax, which no other rank has to know:
-the sum is larger than what the shared scale is made for.
+32 bits here, and becomes FP8 when the step begins, scaled by its own amax: the shared one is for smaller sums.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Matrices can be kept in FP8 with a scale each; vectors (norms, biases) arrive exactly and stay in 16 or 32 bits until
 the step, so they have buffers of their own. A sub-group is DeepSpeed's and as large as a model of a billion parameters;
-a part is a few blocks, whose weights can cross while those of the next part are updated.
+a part is a few blocks, whose weights can be sent while those of the next part are updated.
 """
 
 from __future__ import annotations

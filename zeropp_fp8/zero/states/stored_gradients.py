@@ -1,4 +1,4 @@
-"""Reduced gradients that rest in FP8 until the step (FP8-LM, level O1), as a stage has them.
+"""Reduced gradients stored in FP8 until the step (FP8-LM, level O1), as a stage has them.
 
 Everything that looks into them (clipping, overflow checks, safe_get_full_grad) is answered with decoded numbers.
 """
@@ -50,7 +50,7 @@ class StoredGradients:
     # -- in backward -------------------------------------------------------------------------------------------------
 
     def destinations(self, params: list[Parameter], again: bool, headroom: float):
-        # What was frozen since, and rests in the node, becomes no codes: `drop` could not forget them.
+        # What was frozen since, and is stored in the node, becomes no codes: `drop` could not forget them.
         last = self.stage.reduction.at_boundary() and all(p.requires_grad for p in params)
         results = self.store.destinations(params, last, again, headroom)
         return results, functools.partial(self.store.arrived, params)

@@ -1,9 +1,8 @@
-"""Master weights and moments that rest in low precision (FP8-LM, level O2), as a stage has them.
+"""Master weights and moments stored in low precision (FP8-LM, level O2), as a stage has them.
 
 DeepSpeed's optimizer keeps 12 bytes of state per parameter; here master weights and moments are FP16 and FP8
-(CompressedStates). Everything that looks into them (safe_get_full_*, checkpoints) is answered with decoded numbers; a
-checkpoint holds fp32 as stock's does, and resumes bit for bit, because with power-of-two scales decoded numbers encode
-to themselves.
+(CompressedStates). safe_get_full_* and checkpoints get decoded fp32 numbers. A checkpoint resumes bit for bit, because
+with power-of-two scales decoded numbers encode to themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zeropp_fp8.zero.states.compressed import CompressedStates, checked_update
 from zeropp_fp8.zero.states.groups import STAYS, as_partition
 
 
-class StatesAtRest:
+class StoredStates:
     """Takes the place of `FP32States`.
 
     Args:
