@@ -438,7 +438,14 @@ OVER_HOSTS = tuple(
     f"one_node/h200-2-nvlink{shape}{host}" for host in ("", "-again", "-third", "-fourth") for shape in ("", "-4x2048")
 )
 FEW_TOKENS = OVER_HOSTS[::2] + tuple(
-    f"two_nodes/h200-2-nvlink{case}" for case in ("_25gbit-fsdp2", "-compiled", "-compiled_zero3_linear")
+    f"two_nodes/h200-2-nvlink{case}"
+    for case in (
+        "_25gbit-fsdp2",
+        "_25gbit-fsdp2-again",
+        "_25gbit-fsdp2-compiled",
+        "-compiled",
+        "-compiled_zero3_linear",
+    )
 )
 MANY_TOKENS = OVER_HOSTS[1::2] + tuple(
     f"two_nodes/h200-{case}" for case in ("4-nvlink-4x2048", "2-nvlink-4x2048-compiled_zero3_linear")
