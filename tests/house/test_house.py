@@ -23,7 +23,7 @@ LINES = {
     "config": 1813,
     "doctor": 1413,
     "formats": 2535,
-    "fsdp2": 967,
+    "fsdp2": 968,
     "kernels": 5109,
     "numerics": 1156,
     "optim": 1185,

@@ -80,7 +80,7 @@ def test_the_debug_model_trains(place):
 
 
 def test_checkpoints_have_the_residuals(place):
-    """Those of torchtitan's own checkpointer: a job that resumes prints what it would have printed."""
+    """With torchtitan's own checkpointer a job that resumes prints what it would have printed."""
     saving = ["--checkpoint.enable", "--checkpoint.interval", "3", "--checkpoint.folder", "with_residuals"]
     losses, norms, _ = trained(place, "with_error_feedback", 6, *saving)
     again, same, printed = trained(place, "with_error_feedback", 6, *saving, "--checkpoint.load_step", "3")
