@@ -4,13 +4,15 @@
     python -m benchmarks.compat 0.18.9                                     (with the torch of this environment)
 
 A DeepSpeed, and a torch with all that it asks for, lie in folders of their own below compat/ of this environment, which
-are read before the rest of it; pip fills those that are not there. Tests with ranks on the CPU, over gloo: parity with
-stock, DeepSpeed's features, checkpoints, refusals. The exit status is 1 where one fails.
+are read before the rest of it; pip fills those that are not there. Beside the oldest DeepSpeed that setup.cfg admits
+lie the oldest of all else that it gives a lower bound, but torch and triton: lowest bounds. Tests with ranks on the
+CPU, over gloo: parity with stock, DeepSpeed's features, checkpoints, refusals. The exit status is 1 where one fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import configparser
 import json
 import os
 import subprocess
@@ -18,7 +20,11 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as xml
+from collections.abc import Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.results import append_to, begin_result, end_result
@@ -29,31 +35,51 @@ PARTS = ("plugin/test_install", f"{PARITY}/test_parity", f"{PARITY}/test_breadth
 TESTS = (*PARTS, f"{PARITY}/test_zero")
 CHOSEN = " or ".join((*(name.rpartition("/")[2] for name in PARTS), "checkpoints", "refusals", "hpz"))
 FOLDER = Path(sys.prefix, "compat")
-# No DeepSpeed is built: it has nothing compiled, and asks for the torch that is there.
-OPTIONS = {"deepspeed": ("--no-build-isolation", "--no-deps"), "torch": ()}
-VERSIONS = "import json; from benchmarks.harness import environment; print(json.dumps(environment.versions()))"
+NAMED = ("deepspeed", "torch")  # by a pair
+# In a folder each, with pip's options: no DeepSpeed is built, which has nothing compiled, and what asks for torch takes
+# the one that is there. The rest of the lowest bounds is one folder.
+ALONE = {"deepspeed": ("--no-build-isolation", "--no-deps"), "torch": ()}
+ALONE |= dict.fromkeys(("peft", "accelerate"), ("--no-deps",))
+VERSIONS = """
+import json, sys, importlib.metadata as installed
+from benchmarks.harness import environment
+print(json.dumps(environment.versions() | {name: installed.version(name) for name in sys.argv[1:]}))
+"""
 
 
-def installed(package: str, version: str) -> Path:
-    """The folder with a version of a package, which is there as a whole or not at all."""
-    folder = FOLDER / f"{package}-{version}"
+def lowest_bounds() -> dict[str, str]:
+    """Package -> the oldest version that setup.cfg admits; torch is named by a pair, and brings its triton."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = map(Requirement, config["options"]["install_requires"].strip().split("\n"))
+    bounds = {of.name: each.version for of in needed for each in of.specifier if each.operator == ">="}
+    return {name: bounds[name] for name in bounds if name not in ("torch", "triton")}
+
+
+def installed(packages: dict[str, str], options: Sequence[str] = ()) -> Path:
+    """The folder with these versions of packages, which is there as a whole or not at all."""
+    folder = FOLDER / "-".join(f"{name}-{version}" for name, version in packages.items())
     if not folder.is_dir():
         FOLDER.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as made:
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", f"{made}/new", *OPTIONS[package]]
-            subprocess.run([*pip, f"{package}=={version}"], check=True)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", f"{made}/new", *options]
+            subprocess.run([*pip, *(f"{name}=={version}" for name, version in packages.items())], check=True)
             Path(made, "new").rename(folder)
     return folder
 
 
 def tested(pair: str, workers: int) -> dict:
     """A row: what is there, and how the tests ended, with what those say that did not pass."""
-    wanted = dict(zip(OPTIONS, pair.split(":")))
-    folders = [installed(package, version) for package, version in wanted.items()]
+    wanted, lowest = dict(zip(NAMED, pair.split(":"))), lowest_bounds()
+    if Version(wanted["deepspeed"]) == Version(lowest["deepspeed"]):
+        wanted = {**lowest, **wanted}
+    together = {name: wanted[name] for name in wanted if name not in ALONE}
+    folders = [installed(together)] if together else []  # before torch, which brings its own of some
+    folders += [installed({name: wanted[name]}, options) for name, options in ALONE.items() if name in wanted]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
-    versions = json.loads(subprocess.check_output([sys.executable, "-c", VERSIONS], env=environment, cwd=ROOT))
+    versions = json.loads(subprocess.check_output([sys.executable, "-c", VERSIONS, *lowest], env=environment, cwd=ROOT))
     for package, version in wanted.items():
-        if versions[package].partition("+")[0] != version:
+        if Version(versions[package].partition("+")[0]) != Version(version):
             sys.exit(f"compat: {package} is {versions[package]} and not {version}: what is read before {FOLDER}?")
     print(", ".join(f"{name} {version}" for name, version in versions.items() if version), flush=True)
     with tempfile.TemporaryDirectory() as folder:
