@@ -183,9 +183,9 @@ def test_a_picture_shows_the_estimates(monkeypatch, tmp_path):
 
     lines, loglog = {}, Axes.loglog
 
-    def kept(self, x, y, label):
-        lines[label] = dict(zip(x, y))
-        return loglog(self, x, y, label=label)
+    def kept(self, x, y, style, label, subs):
+        lines[label.partition(",")[0]] = dict(zip(x, y))
+        return loglog(self, x, y, style, label=label, subs=subs)
 
     monkeypatch.setattr(Axes, "loglog", kept)
     main([*BASE, "--methods", "stock,zeropp", "--picture", str(tmp_path / "rates.png")])

@@ -161,13 +161,14 @@ def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
             axes[0].plot(steps, losses, label=name)
             if run is not reference:
                 differences = [loss - step["loss"] for loss, step in zip(losses, reference.steps)]
-                axes[1].plot(steps, differences, label=f"{name}, less lossless")
-        for axis, title in zip(axes, ("loss, by step", "difference in loss, by step")):
-            axis.set_title(title, fontsize=9)
+                axes[1].plot(steps, differences, label=name)
+        for axis, title in zip(axes, ("loss", "difference in loss, run less lossless")):
+            axis.set(title=title, xlabel="step", ylabel="in the job's unit")
+            axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend(fontsize=7)
         if layers:
             percent = {name: [100 * value for value in values] for name, values in layers.items()}
-            layer_map(axes[2], percent, steps, "difference in gradients, % of lossless's norm, by step", "viridis")
+            layer_map(axes[2], percent, steps, "difference in gradients", "% of lossless's norm")
 
 
 def parser_of(command: str, text: str, steps: int) -> Parser:

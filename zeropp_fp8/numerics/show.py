@@ -17,11 +17,11 @@ from zeropp_fp8.numerics.picture import height_of, layer_map
 from zeropp_fp8.outputs import Parser, drawn, json_at, said, table, whole
 
 DRAWN = {
-    "snr_db": "signal-to-noise in dB",
-    "amax": "largest magnitude",
-    "underflow": "share that became zero",
-    "overflow": "share that was cut off",
-    "non_finite": "share that is not finite",
+    "snr_db": ("signal-to-noise ratio", "dB"),
+    "amax": ("largest number", "magnitude"),
+    "underflow": ("what became zero", "share of numbers, 0 to 1"),
+    "overflow": ("what was cut off", "share of numbers, 0 to 1"),
+    "non_finite": ("what is not finite", "share of numbers, 0 to 1"),
 }
 
 
@@ -80,10 +80,10 @@ def draw(samples: Sequence[dict], path: str, what: str = "snr_db") -> None:
             values[place] = math.nan if row[what] is None else row[what]
     if not kinds:
         raise ValueError("there is nothing to draw: nothing was rounded")
-    steps, colors = [sample["step"] for sample in samples], "RdYlGn" if what == "snr_db" else "viridis"
+    steps, (title, unit) = [sample["step"] for sample in samples], DRAWN[what]
     with drawn(path, [height_of(layers) for layers in kinds.values()]) as axes:
         for axis, (kind, layers) in zip(axes, kinds.items()):
-            layer_map(axis, layers, steps, f"{kind}: {DRAWN[what]}, by step", colors)
+            layer_map(axis, layers, steps, f"{kind}: {title}", unit)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

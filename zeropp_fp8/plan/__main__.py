@@ -213,7 +213,7 @@ def run(
         from zeropp_fp8.plan.picture import draw
 
         seconds = {m.name: partial(seconds_at, estimator, m, its_job, hardware) for m, its_job in jobs.items()}
-        draw(arguments.picture, seconds, job.cluster, advice.estimates[0].unit)
+        draw(arguments.picture, seconds, job, advice.estimates[0].unit)
         lines.append(f"drawn in {arguments.picture}")
     found |= {"job": job, "hardware": hardware, "recommended": advice.recipe, "fits": advice.fits}
     found["methods"] = [*estimates]
