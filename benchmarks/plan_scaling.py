@@ -9,11 +9,11 @@ Writes plan_scaling.png and plan_scaling.json. Every figure says what it is: "mo
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.harness.environment import describe
 from benchmarks.harness.results import RESULTS, write_result
 from benchmarks.plan_fit.fit import check, machine_of
 from benchmarks.plan_fit.points import load_points
@@ -135,7 +135,8 @@ def draw_rate(axes, gbit: int, rows: list[dict]) -> None:
         axes.plot(gpus, speeds, "o-", ms=3, color=COLORS[name], label=f"{name}, modelled")
         axes.plot(gpus, with_latency, ":", lw=1, color=COLORS[name])
     figures = [figure for figure in PUBLISHED if figure["gbit"] == gbit]
-    for figure, color, offset in zip(figures, ("#000000", "#cc79a7"), (1.0, 1.15)):
+    for figure in figures:
+        color, offset = (("#000000", 1.0), ("#56b4e9", 1.0), ("#cc79a7", 1.15))[PUBLISHED.index(figure)]
         ends = [figure.get("lowest", figure.get("typical")), figure["highest"]]
         tokens = " and ".join(f"{count // 1024}k" for count in figure["tokens"])
         label = f"ZeRO++, published, 384 V100, {tokens} tokens"
@@ -143,9 +144,8 @@ def draw_rate(axes, gbit: int, rows: list[dict]) -> None:
     axes.axhline(1, color="#999999", lw=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(GPUS, [str(count) for count in GPUS])
-    axes.set_ylim(0, 12)
-    axes.set(title=f"{gbit} Gbit/s per node", xlabel="GPUs, 8 a node", ylabel="speed-up over stock ZeRO-3")
-    axes.legend(fontsize=7, loc="upper right")
+    axes.set_ylim(0, 18)
+    axes.set(title=f"{gbit} Gbit/s per node", xlabel="GPUs, 8 per node", ylabel="speed-up over stock ZeRO-3")
 
 
 def draw_published(axes, rows: list[dict]) -> None:
@@ -182,9 +182,10 @@ def draw_measured(axes, rows: list[dict]) -> None:
     axes.fill_between(
         ends, [0.85 * e for e in ends], [1.15 * e for e in ends], color="#999999", alpha=0.2, label="within 15 %"
     )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set(title="Step time, 4 H200 as 2 x 2", xlabel="measured, ms", ylabel="modelled, ms")
+    axes.loglog()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set(title="Step time of 4 H200, as two nodes or one", xlabel="measured, ms", ylabel="modelled, ms")
     axes.legend(fontsize=7)
 
 
@@ -195,17 +196,18 @@ def draw(result: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8.5))
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 9), layout="constrained")
     panels = axes.flatten()
     for panel, gbit in zip(panels, RATES):
         draw_rate(panel, gbit, result["modelled"])
     draw_published(panels[4], result["published"])
     draw_measured(panels[5], result["measured"])
+    labelled = {label: line for panel in panels[:4] for line, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=3)
     figure.suptitle(
-        f"{result['parameters'] / 1e9:g} B parameters, {result['tokens']} tokens per GPU, modelled for {result['gpu']} "
-        "(dotted: with NCCL's tabled latency of a hop)"
+        f"{result['parameters'] / 1e9:g} B parameters, {result['tokens']:,} tokens per GPU, modelled for "
+        f"{result['gpu'].upper()} (dotted: with NCCL's tabled latency of a hop)"
     )
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -215,8 +217,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     hardware = PRESETS[arguments.gpu]
     model = Model.from_parameters(arguments.params)
-    result = {
-        "command": " ".join(["python -m benchmarks.plan_scaling", *(sys.argv[1:] if argv is None else argv)]),
+    head = describe("plan_scaling")
+    result = {name: head[name] for name in ("question", "date", "commit", "command")} | {
         "gpu": arguments.gpu,
         "hardware": asdict(hardware),
         "parameters": arguments.params,
