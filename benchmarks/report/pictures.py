@@ -29,6 +29,17 @@ def drawing():
     return pyplot
 
 
+def plain_ticks(axis) -> None:
+    """Numbers as they are, not powers of ten, on an axis of logarithms; call it when all is drawn."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axis.get_view_interval()
+    if high > 10 * low:
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("{x:.2g}")
+
+
 def step_time(*results: dict):
     """Step time against rate, a line per run; one node stands at the right."""
     pyplot, result = drawing(), results[0]
@@ -76,8 +87,15 @@ def compared(*results: dict):
         bars = axis.bar([group + 0.17 * (place - 2) for group in range(len(RATES))], times, 0.16, color=color)
         bars.set_label(label)
         axis.bar_label(bars, [f"{ms:.0f}" for ms in times], fontsize=8)
-    axis.set_xticks(range(len(RATES)), [f"{r:g} Gbit/s" if r != NVLINK else "one node, NVLink" for r in RATES])
-    axis.set(ylabel="ms per step", title="4 H200, 1.35 B parameters, 1,024 tokens per GPU, bf16")
+    names = [f"two emulated nodes,\n{r:g} Gbit/s between them" if r != NVLINK else "one node,\nNVLink" for r in RATES]
+    axis.set_xticks(range(len(RATES)), names)
+    cut_short = {row["gbit"] for each in results if not each["finished"] for row in each["rows"]}
+    short = [f"{rate:g}" for rate in RATES if rate in cut_short]
+    if short:
+        axis.set_xlabel(f"\nThe measurement at {' and '.join(short)} Gbit/s was cut short; all runs shown had ended.")
+    axis.set(
+        ylabel="ms per step", title="4 H200 as two emulated nodes or one, 1.35 B parameters, 1,024 tokens per GPU, bf16"
+    )
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     return figure
@@ -103,7 +121,8 @@ def held_out(result: dict):
         reference = bf16.get(row["seed"], {})
         points = [(step, 100 * (loss / reference[step] - 1)) for step, loss in row["held_out"] if step in reference]
         differences.plot([step * tokens for step, _ in points], [percent for _, percent in points], **style)
-    losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
+    losses.set(xlabel="million tokens", ylabel="held-out loss (nats per byte)", yscale="log")
+    plain_ticks(losses.yaxis)
     differences.set(xlabel="million tokens", ylabel="held-out loss above bf16 (%)")
     targets = {line.get("target_percent") for line in result["comparison"]} - {None}
     for percent in targets:
@@ -173,31 +192,40 @@ def policies(result: dict):
     return figure
 
 
+# Sizes of `rlhf_quality`.
+RLHF_MODELS = {"base": "Llama of 103 M parameters", "tiny": "Llama of 0.12 M parameters"}
+
+
 def quality(result: dict):
     """Curves of both algorithms: each seed thin, the mean over seeds thick."""
-    pyplot, rows = drawing(), result["rows"]
+    pyplot, rows, settings = drawing(), result["rows"], result["settings"]
     panels = [
-        ("reward_exact_match", "exact match of samples"),
-        ("eval_exact_match", "held out, greedy"),
-        ("entropy",) * 2,
+        ("reward_exact_match", "exact answers, samples", "% of responses", 100),
+        ("eval_exact_match", "exact answers, held out, greedy", "% of responses", 100),
+        ("entropy", "entropy", "nats per token", 1),
     ]
     figure, grid = pyplot.subplots(
-        2, len(panels), figsize=(4.2 * len(panels), 6.2), layout="constrained", squeeze=False
+        2, len(panels), figsize=(4.2 * len(panels), 6.6), layout="constrained", squeeze=False
     )
     recipes = sorted({row["recipe"] for row in rows}, key=lambda name: (name != "stock", name))
     for axes_row, stage in zip(grid, ("ppo", "grpo")):
-        for axes, (key, title) in zip(axes_row, panels):
+        for axes, (key, title, unit, factor) in zip(axes_row, panels):
             for number, recipe in enumerate(recipes):
                 curves = [row["curves"][stage][key] for row in rows if row["recipe"] == recipe]
+                curves = [(steps, [factor * value for value in values]) for steps, values in curves]
                 for steps, values in curves:
                     axes.plot(steps, values, color=f"C{number}", linewidth=0.6, alpha=0.35)
                 means = [statistics.fmean(values) for values in zip(*(values for _, values in curves))]
                 label = "bf16" if recipe == "stock" else recipe
                 axes.plot(curves[0][0][: len(means)], means, color=f"C{number}", linewidth=1.9, label=label)
-            axes.set(title=f"{stage}: {title}", xlabel="iteration")
+            axes.set(title=f"{stage.upper()}: {title}", xlabel="iteration", ylabel=unit)
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", alpha=0.25)
     grid[0][0].legend(frameon=False)
+    model, ranks = RLHF_MODELS[settings["size"]], settings["ranks"]
+    figure.suptitle(
+        f"{model}, {ranks} rank{'s' * (ranks > 1)}; each of {settings['seeds']} seeds thin, their mean thick"
+    )
     return figure
 
 
@@ -223,7 +251,8 @@ def learning(*results: dict):
         named = [line["reference"] for line in group["comparison"] if "reference" in line]
         base = curves[named[0]] if named else {}
         for run, of_seeds in curves.items():
-            color = f"C{ORDER.index(run)}"
+            place = ORDER.index(run)
+            style = {"color": f"C{place % 10}", "linestyle": "--" if place >= 10 else "-"}
             losses_of = list(of_seeds.values())
             pairs = [
                 {step: 100 * (loss / base[seed][step] - 1) for step, loss in curve.items()}
@@ -232,14 +261,21 @@ def learning(*results: dict):
             ]
             for axis, each in ((losses, losses_of), (differences, pairs)):
                 for curve in each:
-                    axis.plot([s * million for s in curve], curve.values(), color=color, linewidth=0.6, alpha=0.4)
+                    axis.plot([s * million for s in curve], curve.values(), **style, linewidth=0.6, alpha=0.4)
                 if each:
                     mean, label = _mean(each), f"{run}, {len(each)} seed(s)"
-                    axis.plot([s * million for s in mean], mean.values(), color=color, linewidth=1.9, label=label)
+                    axis.plot([s * million for s in mean], mean.values(), **style, linewidth=1.9, label=label)
         differences.axhline(TARGET_PERCENT, color="gray", linestyle=":", linewidth=0.8)
-        losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
+        losses.set(xlabel="million tokens", ylabel="held-out loss (nats per byte)", yscale="log")
         differences.set(xlabel="million tokens", ylabel=f"above {named[0]} of the same seed (%)" if named else "")
-        losses.set_title(f"{chosen['case']}, {group['rows'][0]['parameters'] / 1e6:.0f} M parameters")
+        if not base:
+            differences.set_visible(False)
+        plain_ticks(losses.yaxis)
+        count, lr = group["rows"][0]["parameters"], chosen["lr"]
+        size = f"{count / 1e6:.3g} M" if count < 1e9 else f"{count / 1e9:.3g} B"
+        rate = f"learning rate {lr:g}" + (f" to {lr * chosen['least_rate']:g}" if chosen["least_rate"] < 1 else "")
+        words = f"{chosen['case']}, {size} parameters, {chosen['steps']} steps, {rate}, {chosen['ranks']} ranks"
+        losses.set_title(words, fontsize=10)
         losses.legend(frameon=False, fontsize=8)
     return figure
 

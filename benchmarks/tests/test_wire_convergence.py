@@ -140,6 +140,7 @@ def test_docstrings(tmp_path):
 def result(run, seed, loss, case="pretrain"):
     """A result file as far as the report reads it."""
     settings = {"case": case, "ranks": 2, "nodes": 2, "batch": 4, "sequence": 64, "lr": 1e-3, "least_rate": 0.01}
+    settings["steps"] = 10
     row = {"run": run, "seed": seed, "held_out": [[0, 5.0], [10, loss]], "held_out_loss": loss}
     row |= {"parameters": 85e6, "tokens": 29.5e6, "commit": "abc1234"}
     return {"settings": settings, "data": {"sha256": "1"}, "hardware": {"gpu": "an H200", "cpu": "a CPU"}, **row}
