@@ -46,7 +46,7 @@ from common.arguments import (
     parse,
 )
 from common.models import find_start
-from common.summary import draw, lines, summarize
+from common.summary import draw, lines, score_of, summarize
 from common.verifiers import reward_function
 from launching import computes_in_bf16, device, hardware, launch
 from options import model_config, refusals
@@ -438,12 +438,12 @@ def main() -> None:
     figures, picture = (out / name for name in SUMMARY)
     figures.write_text(json.dumps(summary, indent=2) + "\n")
     model = arguments.model or "a small Llama from random weights"
-    draw(
-        summary,
-        arguments.metric,
-        picture,
-        f"{model}, recipe {arguments.recipe}, {ranks} ranks as {arguments.nodes} node(s)",
-    )
+    setting = f"{model}, recipe {arguments.recipe}, {ranks} ranks as {arguments.nodes} node(s)"
+    last = next(stage for stage in stages if stage.name == arguments.stages[-1])
+    if last.name in ROLLOUTS:
+        usual = KINDS[last.name]
+        setting += f"\n{score_of(last.options, usual.reward_model_weight, usual.missing_eos_penalty)}"
+    draw(summary, arguments.metric, picture, setting)
     print("\n" + "\n".join(lines(summary, arguments.metric)))
     print(f"Written: {figures}, {picture}")
 

@@ -11,6 +11,7 @@ from common.monitor import LOG, read_log
 LAST = ("eval_accuracy", "eval_reward_loss", "eval_sft_loss", "memory_gb", "wire_inter_mb", "wire_intra_mb",
         "outside_inter_mb", "outside_intra_mb")  # fmt: skip
 BEFORE, AFTER = "#999999", "#0072b2"
+IN_WORDS = {"exact_match": "exact answers", "gsm8k": "right numbers (gsm8k)", "format": "answers in the format"}
 
 
 def read_answers(path: Path, metric: str) -> list[dict]:
@@ -105,10 +106,23 @@ def lines(summary: dict, metric: str) -> list[str]:
 # --- the picture -------------------------------------------------------------------------------------------------
 
 
+def score_of(options: dict, model_weight: float, penalty: float) -> str:
+    """How the score of a stage's responses is made of rewards.
+
+    Args:
+        options: the stage's; model_weight, penalty: what holds where they say nothing of these.
+    """
+    weights = {"reward model": options.get("reward_model_weight", model_weight)} if options.get("reward_model") else {}
+    weights |= dict(zip(options["reward_functions"], options["reward_weights"]))
+    penalty = options.get("missing_eos_penalty", penalty)
+    parts = [f"{weight:g} x {IN_WORDS.get(name, name)}" for name, weight in weights.items()]
+    return f"score = {' + '.join(parts)}" + (f" - {penalty:g} where a response does not end" if penalty else "")
+
+
 def draw(summary: dict, metric: str, path: Path, setting: str) -> None:
     """The curves of the last stage, the rates of all policies, and those of the first and the last one by kind.
 
-    `setting`: the model, the recipe and the ranks, for the title.
+    `setting`: the model, the recipe and the ranks, for the title, and what a score is.
     """
     import matplotlib
 
@@ -145,10 +159,11 @@ def draw(summary: dict, metric: str, path: Path, setting: str) -> None:
 
 def panels_of(metric: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(title, unit of its axis, [(name in the log, label)]) of what may be drawn."""
+    words = IN_WORDS.get(metric, metric)
     return [
         ("score, the weighted sum of rewards", "points per response", [("reward", "score")]),
         ("reward model, before its weight", "points per response", [("reward_reward_model", "reward model")]),
-        (metric, "% of responses", [(f"reward_{metric}", "samples"), (f"eval_{metric}", "held out, greedy")]),
+        (words, "% of responses", [(f"reward_{metric}", "samples"), (f"eval_{metric}", "held out, greedy")]),
         ("KL to the reference", "nats per response", [("kl", "KL")]),
         ("entropy", "nats per token", [("entropy", "entropy")]),
         ("value loss", "points squared", [("value_loss", "value loss")]),
@@ -172,7 +187,7 @@ def bars(axes, policies: dict, metric: str) -> None:
     drawn = axes.bar(names, heights, 0.6, yerr=list(zip(*ends)), capsize=6, color=colors)
     axes.bar_label(drawn, [f"{height:.1f} %" for height in heights], padding=3)
     count = next(iter(policies.values()))["n_eval"]
-    axes.set(title=f"{metric}, {count} held-out prompts, greedy", ylabel="% of prompts")
+    axes.set(title=f"{IN_WORDS.get(metric, metric)}, {count} held-out prompts, greedy", ylabel="% of prompts")
     axes.margins(y=0.15)
 
 
@@ -185,5 +200,6 @@ def bars_by_kind(axes, policies: dict) -> None:
         axes.barh([i + shift for i in range(len(kinds))], heights, 0.4, color=color, label=name)
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.2)
     axes.set(title="by kind of task", xlabel="% of prompts")
     axes.legend(frameon=False, fontsize=8)

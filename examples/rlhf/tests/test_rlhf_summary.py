@@ -253,19 +253,19 @@ def test_picture(made, drawn, tmp_path):
     panels = panels_in(drawn[0])
     assert list(panels) == [
         "ppo: score, the weighted sum of rewards",
-        "ppo: exact_match",
+        "ppo: exact answers",
         "ppo: KL to the reference",
-        "exact_match, 4 held-out prompts, greedy",
+        "exact answers, 4 held-out prompts, greedy",
         "by kind of task",
     ]
-    curves = {line.get_label(): line.get_xydata().tolist() for line in panels["ppo: exact_match"].lines}
+    curves = {line.get_label(): line.get_xydata().tolist() for line in panels["ppo: exact answers"].lines}
     assert curves == {"samples": [[1, 20], [2, 40]], "held out, greedy": [[0, 25], [2, 75]]}
     score = panels["ppo: score, the weighted sum of rewards"]
-    assert panels["ppo: exact_match"].get_legend() is not None and score.get_legend() is None
+    assert panels["ppo: exact answers"].get_legend() is not None and score.get_legend() is None
     assert (score.get_xlabel(), score.get_ylabel()) == ("iteration", "points per response")
-    units = [panels[f"ppo: {title}"].get_ylabel() for title in ("exact_match", "KL to the reference")]
+    units = [panels[f"ppo: {title}"].get_ylabel() for title in ("exact answers", "KL to the reference")]
     assert units == ["% of responses", "nats per response"]
-    bars = panels["exact_match, 4 held-out prompts, greedy"]
+    bars = panels["exact answers, 4 held-out prompts, greedy"]
     assert [bar.get_height() for bar in bars.patches] == [25, 75]
     (low, high), _ = (segment[:, 1] for segment in bars.collections[0].get_segments())
     assert (low, high) == pytest.approx([100 * end for end in wilson_interval(1, 4)])
@@ -275,15 +275,24 @@ def test_picture(made, drawn, tmp_path):
     assert drawn[0].get_suptitle().startswith("some model, recipe zeropp\nppo - sft: +50.0 points")
 
 
+def test_what_a_score_is():
+    functions = {"reward_functions": ["exact_match", "mine.py:short"], "reward_weights": [1.0, 0.0]}
+    told = functions | {"reward_model": "out/reward", "reward_model_weight": 0.25, "missing_eos_penalty": 0.5}
+    short = " + 1 x exact answers + 0 x mine.py:short"
+    assert summary.score_of(told, 1.0, 0.0) == f"score = 0.25 x reward model{short} - 0.5 where a response does not end"
+    assert summary.score_of(functions, 1.0, 0.0) == f"score = {short[3:]}"
+    assert summary.score_of(functions | {"reward_model": "r"}, 1.0, 0.0) == f"score = 1 x reward model{short}"
+
+
 def test_picture_of_a_run_that_ends_with_sft(made, drawn, tmp_path):
     """One policy, no kinds, and a log that has nothing else to show."""
     write(made / "evaluate" / "sft.jsonl", rows_of(1, 0, kinds=()))
     said = summary.summarize(made, ["sft"], "exact_match", ["sft"])
     summary.draw(said, "exact_match", tmp_path / "one.png", "")
     summary.draw(said | {"curves": {"sft": {}}}, "exact_match", tmp_path / "none.png", "")
-    assert list(panels_in(drawn[0])) == ["sft: SFT loss", "exact_match, 2 held-out prompts, greedy"]
+    assert list(panels_in(drawn[0])) == ["sft: SFT loss", "exact answers, 2 held-out prompts, greedy"]
     assert panels_in(drawn[0])["sft: SFT loss"].get_xlabel() == "step"
-    assert list(panels_in(drawn[1])) == ["exact_match, 2 held-out prompts, greedy"]
+    assert list(panels_in(drawn[1])) == ["exact answers, 2 held-out prompts, greedy"]
 
 
 # -- evaluate.py ------------------------------------------------------------------------------------------------------
