@@ -141,7 +141,7 @@ def draw(results: dict[str, dict], runs: dict[str, dict], title: str, path: Path
         label = f"{run}: {runs[run]['held_out_loss']:.3f} held out"
         top.plot(steps, losses, style, color=COLORS[run], linewidth=2, label=label)
         below.plot(steps, [100 * (a / b - 1) for a, b in zip(losses, stock)], color=COLORS[run], linewidth=1.6)
-    top.set(ylabel="nats a token", title="Training loss")
+    top.set(ylabel="nats per token", title="Training loss")
     top.legend(frameon=False)
     top.tick_params(labelbottom=False)
     below.set(xlabel="step", ylabel="% of stock's", title="Difference to stock")
