@@ -72,6 +72,7 @@ test-quick: $(VENV)/.test
 		$(NOT_QUICK:%=--ignore=tests/%.py) $(RLHF_RANKS:%=--ignore=examples/rlhf/tests/test_%.py)
 
 # DEEPSPEED:TORCH, the oldest and the newest of both; without a torch with that of .venv. torch comes as the index has it.
+# Beside the oldest DeepSpeed are the lowest bounds of all else that setup.cfg bounds below.
 test-compat: $(VENV)/.test
 	$(BIN)/python -m benchmarks.compat $(PAIRS) --workers $(WORKERS) $(BENCH_ARGS)
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from benchmarks.report.blocks import Block, table
 
+PACKAGES = ("deepspeed", "torch", "transformers", "peft", "accelerate", "pydantic", "python")
 
-def compat(result: dict) -> str:
-    """Counts by version, and what the tests say that did not pass."""
+
+def compat(result: dict, other: dict) -> str:
+    """Counts by version of both; of the first what tests say that did not pass. The files of the other have moved."""
     counts, others = [], []
+    for each in (result, other):
+        for row in each["rows"]:
+            versions = [(row["versions"].get(name) or "").partition("+")[0] for name in PACKAGES]
+            ended = map(str, (row["passed"], len(row["failed"]), len(row["skipped"])))
+            counts.append([*versions, *ended, f"`{each['commit']}`"])
     for row in result["rows"]:
-        of, failed, skipped = row["versions"], row["failed"], row["skipped"]
-        versions = [of["deepspeed"], of["torch"].partition("+")[0], of["transformers"], of["python"]]
-        counts.append([*versions, *map(str, (row["passed"], len(failed), len(skipped)))])
-        for ended, tests in (("failed", failed), ("skipped", skipped)):
+        for ended in ("failed", "skipped"):
+            tests = row[ended]
             for says in dict.fromkeys(tests.values()):
                 names = ", ".join(f"`{name}`" for name in tests if tests[name] == says)
-                others.append([ended, versions[0], says, names])
-    head = ["DeepSpeed", "torch", "transformers", "Python", "passed", "failed", "skipped"]
+                others.append([ended, row["versions"]["deepspeed"], says, names])
+    head = ["DeepSpeed", *PACKAGES[1:-1], "Python", "passed", "failed", "skipped", "commit"]
     return f"{table(head, counts)}\n\n{table(['', 'DeepSpeed', 'because', 'tests'], others)}"
 
 
-BLOCKS = {"compat": Block(compat, ("compat/cpu-4-gloo",))}
+BLOCKS = {"compat": Block(compat, ("compat/cpu-4-gloo", "compat/cpu-4-gloo-torch-2.11-2.15"))}
