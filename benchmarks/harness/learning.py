@@ -43,7 +43,8 @@ def docstrings(sources: list[str]) -> list[bytes]:
         for path in find_files(source):
             if path.suffix != ".py":
                 continue
-            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of escapes in strings
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # of escapes in strings
                 try:
                     tree = ast.parse(path.read_bytes())
                 except SyntaxError:
