@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from packaging.version import Version
+
+from benchmarks.compat import lowest_bounds
 from benchmarks.report.blocks import Block, table
 
 PACKAGES = ("deepspeed", "torch", "transformers", "peft", "accelerate", "pydantic", "python")
@@ -9,10 +12,12 @@ PACKAGES = ("deepspeed", "torch", "transformers", "peft", "accelerate", "pydanti
 
 def compat(result: dict, other: dict) -> str:
     """Counts by version of both; of the first what tests say that did not pass. The files of the other have moved."""
-    counts, others = [], []
+    counts, others, lowest = [], [], lowest_bounds()
     for each in (result, other):
         for row in each["rows"]:
             versions = [(row["versions"].get(name) or "").partition("+")[0] for name in PACKAGES]
+            if all(Version(row["versions"].get(name, "0")) == Version(lowest[name]) for name in lowest):
+                versions[0] += ", lowest bounds"
             ended = map(str, (row["passed"], len(row["failed"]), len(row["skipped"])))
             counts.append([*versions, *ended, f"`{each['commit']}`"])
     for row in result["rows"]:

@@ -177,7 +177,7 @@ FIGURES = {
         "faults/cpu-2-gloo",
         lambda rows_: max(row["seconds"] for row in rows_ if (row["fault"], row["place"]) == ("exit", "load")),
     ),
-    ("compat", "0.18.0", "passed"): (
+    ("compat", "0.18.0, lowest bounds", "passed"): (
         "compat/cpu-4-gloo",
         lambda rows_: next(row["passed"] for row in rows_ if row["versions"]["deepspeed"] == "0.18.0"),
     ),
