@@ -126,23 +126,9 @@ def apply(
         raise ConfigError("zeropp_fp8.fsdp2: apply() was called on this model before")
     if section.get("enabled") is False:
         return model
-    if recipe not in RECIPES:
-        raise ConfigError(
-            f"zeropp_fp8.fsdp2: recipe {recipe!r} is of ZeRO-3, or misspelt: recipes here are {', '.join(RECIPES)}"
-        )
-    topology = {"ranks_per_node": ranks_per_node}
     groups = list(_groups_of(model))
     in_16_bits = any(dtype_of(g, member).itemsize == 2 for _, g in groups for member in g.fsdp_params)
-    ds_config = {"zero_optimization": {"stage": 3}, SECTION: {"recipe": recipe, "topology": topology, **section}}
-    try:
-        config = resolve({**ds_config, "bf16": {"enabled": in_16_bits}})
-    except ConfigError:
-        resolve({**ds_config, "bf16": {"enabled": True}})  # another fault is told as it is
-        raise ConfigError(
-            f"zeropp_fp8.fsdp2: {recipe} as asked for sends weights in 16 bits, and these are in 32: give fully_shard "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or take zeropp"
-        ) from None
-    _refuse_what_is_of_zero(config)
+    config = _resolved({"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, **section}, in_16_bits)
     group, device = _shared(groups)
     replicas = None if replicate is None else _replicas(replicate, group, device)
     host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device), replicas)
@@ -162,8 +148,26 @@ def apply(
     return model
 
 
-def _refuse_what_is_of_zero(config: PluginConfig) -> None:
-    """Raise ConfigError for fields that something of ZeRO-3 must honour."""
+def _resolved(section: dict[str, Any], in_16_bits: bool) -> PluginConfig:
+    """The settings of a section for a model that is gathered in 16 bits, or in 32.
+
+    Raises:
+        ConfigError: something of ZeRO-3 must honour it, or it needs 16 bits.
+    """
+    recipe = section["recipe"]
+    if recipe not in RECIPES:
+        raise ConfigError(
+            f"zeropp_fp8.fsdp2: recipe {recipe!r} is of ZeRO-3, or misspelt: recipes here are {', '.join(RECIPES)}"
+        )
+    ds_config = {"zero_optimization": {"stage": 3}, SECTION: section}
+    try:
+        config = resolve({**ds_config, "bf16": {"enabled": in_16_bits}})
+    except ConfigError:
+        resolve({**ds_config, "bf16": {"enabled": True}})  # another fault is told as it is
+        raise ConfigError(
+            f"zeropp_fp8.fsdp2: {recipe} as asked for sends weights in 16 bits, and these are in 32: give fully_shard "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or take zeropp"
+        ) from None
     plain, gradients = PluginConfig(), config.gradients
     others = [name for name in type(config).model_fields if name not in _HERE]
     found = [name for name in others if getattr(config, name) != getattr(plain, name)]
@@ -174,6 +178,7 @@ def _refuse_what_is_of_zero(config: PluginConfig) -> None:
             f'"{SECTION}.{found[0]}" is of ZeRO-3, and not of FSDP2, where weights and gradients are sent in few bits; '
             f"recipes here are {', '.join(RECIPES)}"
         )
+    return config
 
 
 def host_of(model: nn.Module) -> Host:
