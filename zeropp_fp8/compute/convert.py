@@ -41,13 +41,20 @@ class ConversionReport:
         scaling: shared by all converted layers; its `end_step` is to be called after each optimizer step.
         converted: name -> module, or projection of packed experts.
         skipped: name -> reason, of the linear layers and experts that stay as they are.
+        adapted: names of converted ones whose weight PEFT's `target_parameters` adds to in each forward.
         fused: norms and gated feed-forward modules whose result is cast as it is made (rms_norm.py, swiglu.py).
     """
 
     scaling: Scaling
     converted: dict[str, nn.Module | Projection] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    adapted: list[str] = field(default_factory=list)
     fused: list[nn.Module] = field(default_factory=list)
+
+    def multiplied_as_they_are(self) -> dict[int, LinearPrecision]:
+        """By id, the weights that may arrive as operands; what is added to needs values."""
+        layers = [layer for name, layer in self.converted.items() if name not in self.adapted]
+        return {id(layer.weight): layer.precision for layer in layers}
 
     def restore(self) -> None:
         """Give the converted modules the classes back that they had; those of a later conversion stay as they are."""
@@ -142,6 +149,12 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
         high = HighPrecision(**dict.fromkeys(high_precision_gemms(compute, name), True))
         module.compute_in(LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d, high))
         report.converted[name] = module
+    adapters = [each for each in model.modules() if hasattr(each, "parameter_name") and hasattr(each, "get_base_layer")]
+    adapted = {(id(each.get_base_layer()), each.parameter_name) for each in adapters}
+    for name, layer in report.converted.items():
+        module, weight = (layer.module, layer.name) if isinstance(layer, Projection) else (layer, "weight")
+        if (id(module), weight) in adapted:
+            report.adapted.append(name)
     _share_casts(model)
     report.fused = fuse_swiglu(model) + fuse_rms_norms(model)
     return report

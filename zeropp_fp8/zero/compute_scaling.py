@@ -69,6 +69,9 @@ class ComputeScaling(StagePart):
             where = "" if device.type == "cuda" else "; done on a GPU only, not here"
             remark = f"{len(conversion.fused)} norms and gated products hand codes to the layer after them{where}"
             rows.append(("fused with the cast", "", 0, remark))
+        if conversion.adapted:
+            why = "no GEMM operands, because PEFT's target_parameters add to them"
+            rows.append(("adapted weights", "as values", 0, f"{shown(conversion.adapted)}: {why}"))
         for gemm in patterns_of_gemms(compute):
             names = [name for name, module in conversion.converted.items() if getattr(module.precision.high, gemm)]
             rows.append((f"GEMM {gemm}", "high precision", 0, f"{len(names)} layers: {shown(names)}"))

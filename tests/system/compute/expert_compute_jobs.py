@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import compute_jobs
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 import transformers
 from frozen_jobs import with_lora
 from models import batches, section
-from running import Spec, differing, other, resumed, run, see, step
+from ranks import printed
+from running import Spec, differing, on_engine, other, resumed, run, see, step
 
 import zeropp_fp8
 from zeropp_fp8.compute.experts import Projection
@@ -61,24 +63,61 @@ def beside_stock(kind, runs):
     return found
 
 
-def _operands_at_rest(engine):
-    """How many of the experts' weights are multiplied as they rest."""
-    stacks = [p for p in engine.module.parameters() if len(p.ds_shape) == 3]
-    return sum(p in unit_of(p).storage.operands for p in stacks if stored_weight(p) is not None)
+def _operands(engine):
+    """How many stacks, and how many attention weights, arrive as what is multiplied."""
+    found = Counter()
+    for name, param in engine.module.named_parameters():
+        unit, attention = unit_of(param), "self_attn" in name
+        if stored_weight(param) is not None:
+            found[attention] += param in unit.storage.operands
+        else:
+            found[attention] += unit.travels_as_operand(param)
+    return found[False], found[True]
 
 
-def frozen_stacks():
-    """Of LoRA over experts that rest in FP8 with a scale per stack: losses, which weights arrive as operands, and the
-    same where experts compute in 16 bits."""
-    fields = {"frozen": {"format": "fp8_e4m3", "scales": "tensor"}, "compute": {**COMPUTE, "scaling": "current"}}
-    plain = {"frozen": fields["frozen"]}
-    found = []
-    for each in (fields, plain):
-        spec = Spec(section("zeropp", **each), "bf16", model=functools.partial(mixture, "Mixtral"), adapted=with_lora)
-        operands = see(_operands_at_rest)
-        trace = run(spec, [*[step] * 3, operands], data=list(batches(3, dist.get_rank())))
+def on_parameters(names, model):
+    """LoRA by PEFT's `target_parameters`, whose effect is not zero from the start."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    options = {"target_modules": [], "target_parameters": names, "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(r=4, **options), autocast_adapter_dtype=False)
+
+
+ADAPTED = {
+    "matrices": with_lora,
+    "stacks": functools.partial(on_parameters, ["experts.gate_up_proj", "experts.down_proj"]),
+    "one stack and matrices": functools.partial(on_parameters, ["experts.gate_up_proj", "q_proj.weight"]),
+}
+
+
+def with_adapters(lora, recipe, fields, scaling):
+    """Losses, `_operands` and the start table's line on them; losses where all computes in 16 bits."""
+    model, data, found = functools.partial(mixture, "Mixtral"), list(batches(3, dist.get_rank())), []
+    before = len(printed())
+    for section_of in (section(recipe, **fields, compute={**COMPUTE, "scaling": scaling}), section("zeropp", **fields)):
+        spec = Spec(section_of, "bf16", model=model, adapted=ADAPTED[lora])
+        trace = run(spec, [see(_operands), *[step] * 3], data=data)
         found.append((trace.losses, *trace.seen))
-    return found
+    lines = [line for line in printed()[before:].splitlines() if line.startswith("  adapted weights")]
+    return *found, lines
+
+
+def read_by_others():
+    """The shapes that other code sees of a stack that arrives as an operand; losses, and those without such code."""
+    shapes, model = set(), functools.partial(mixture, "Mixtral")
+
+    def look(module, _):
+        shapes.add(tuple(module.gate_up_proj.shape))
+
+    def hook(engine):
+        for module in engine.module.modules():
+            if hasattr(module, "projections"):
+                module.register_forward_pre_hook(look)
+
+    spec, data = Spec(section("fp8-lm", compute=COMPUTE), "bf16", model=model), list(batches(3, dist.get_rank()))
+    read = run(spec, [on_engine(hook), *[step] * 3], data=data).losses
+    return shapes, read, run(spec, [step] * 3, data=data).losses
 
 
 def generated(recipe, fields):

@@ -3,8 +3,10 @@
 import expert_compute_jobs as jobs
 import pytest
 from ranks import run_two
+from thinning import thinned
 
 FP8 = {"compute": jobs.COMPUTE}
+AT_REST = {"frozen": {"format": "fp8_e4m3", "scales": "tensor"}}
 RUNS = {
     "fp8-lm": ("fp8-lm", FP8),
     "fp8-lm-zeropp": ("fp8-lm-zeropp", FP8),
@@ -38,9 +40,30 @@ def test_a_run_resumes():
     assert run_two(jobs.resumes, kind="Mixtral", recipe="fp8-lm-zeropp", fields=FP8) == [{}] * 2
 
 
-def test_stacks_that_rest_in_fp8_are_multiplied_as_they_rest():
-    for (losses, operands), (plain, none) in run_two(jobs.frozen_stacks):
-        assert losses == pytest.approx(plain, rel=2e-2) and (operands, none) == (4, 0)
+OPERANDS = {"stacks": (0, 8), "one stack and matrices": (2, 6), "matrices": (4, 8)}
+SENT_AS_OPERANDS = {
+    "at rest": ("zeropp", AT_REST, "current"),
+    "zeropp": ("zeropp", {"weights": {"format": "fp8_e4m3"}}, "current"),
+    "at rest, delayed": ("zeropp", AT_REST, "delayed"),
+    "fp8-lm": ("fp8-lm", {}, "delayed"),
+    "fp8-lm-zeropp": ("fp8-lm-zeropp", {}, "delayed"),
+}
+
+
+@pytest.mark.parametrize("way, lora", thinned(SENT_AS_OPERANDS, OPERANDS))
+def test_weights_with_adapters_are_operands_unless_these_add_to_them(way, lora):
+    """PEFT's `target_parameters` add to the values in each forward; what else the layers multiply arrives as codes."""
+    case = dict(zip(("recipe", "fields", "scaling"), SENT_AS_OPERANDS[way]))
+    for rank, ((losses, operands), (plain, _), lines) in enumerate(run_two(jobs.with_adapters, lora=lora, **case)):
+        assert losses == pytest.approx(plain, rel=2e-2) and operands == OPERANDS[lora]
+        assert len(lines) == (rank == 0 and lora != "matrices")
+        assert all("as values" in line and "gate_up_proj" in line for line in lines)
+
+
+def test_stacks_that_arrive_as_operands_are_decoded_for_who_reads_them():
+    """In the first forward, and gathered so in the next ones."""
+    for shapes, read, plain in run_two(jobs.read_by_others):
+        assert shapes == {(4, 192, 64)} and read == plain
 
 
 @pytest.mark.parametrize("recipe", ["fp8-lm", "fp8-lm-zeropp"])

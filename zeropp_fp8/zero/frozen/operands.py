@@ -36,7 +36,7 @@ class FrozenOperands:
         conversion = self._session.conversion
         if conversion is None or conversion.scaling.compute.scaling not in _ONE_SCALE:
             return
-        weights = {id(module.weight) for module in conversion.converted.values()}
+        weights = conversion.multiplied_as_they_are()
         found = [p for p in params if isinstance(stored_weight(p).wire_format, TensorScaledFormat) and id(p) in weights]
         self._scales |= {sharded.key(param): None for param in found}
 

@@ -159,7 +159,7 @@ class Gatherer(Owner):
                 sharded.set_operand(param, operand)
                 dtype = unit.dtype_of(param)
                 if sharded.attached(param).as_numbers:
-                    value = operand.dequantize(dtype)
+                    value = operand.dequantize(dtype).view(sharded.shape(param))  # of a stack it is one matrix
                 else:
                     # Code that reads the values and bypasses compute/linear.py shall see NaN.
                     value = self._not_a_number(dtype).expand(sharded.shape(param))

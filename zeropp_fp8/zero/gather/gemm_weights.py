@@ -73,7 +73,7 @@ class GemmWeights:
         if not exact_codes or scaling not in _GRANULARITY:
             return
         self.granularity = _GRANULARITY[scaling]
-        precisions = {id(module.weight): module.precision for module in conversion.converted.values()}
+        precisions = conversion.multiplied_as_they_are()
         for param in params:
             if id(param) in precisions and param not in self:  # known parameters come back when a later engine ends
                 self._add(param, precisions[id(param)])
