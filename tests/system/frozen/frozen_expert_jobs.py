@@ -13,9 +13,9 @@ import transformers
 from frozen_jobs import load_into
 from frozen_loading_jobs import PeakOfMemory
 from frozen_models import codes, config_of, decoded, evaluate, gathered, hugging_face_knows, plain, rounded, same
-from models import batches, build, full_weights, make_engine, section
+from models import batches, build, compiled_by, full_weights, make_engine, section
 from ranks import attempt, printed
-from running import Spec, changed, loaded, run, saved, see, shared_folder, step, switch
+from running import Spec, changed, differing, loaded, on_engine, run, saved, see, shared_folder, step, switch
 from safetensors.torch import load_file, save_file
 
 import zeropp_fp8
@@ -73,6 +73,23 @@ def equals_rounded(kind, fields, zero_init):
     (names,) = trace.seen
     state |= {name: rounded(state[name].bfloat16(), fields).float() for name in names}
     return names, trace.losses, run(spec({}, state), [step] * 3, data=data).losses
+
+
+def compiled(way, fields):
+    """How training that is compiled in a way differs from training that is not; losses of both."""
+
+    def compile_it(engine):
+        if way == "engine.compile":
+            engine.compile(backend="eager")
+
+    traces, data = [], list(batches(2, dist.get_rank()))
+    for how in ("none", way):
+        section_of = section("lossless", frozen=fields, compile="blocks" if how == "blocks" else "none")
+        spec = Spec(section_of, "bf16", model=functools.partial(mixture, "Mixtral"), adapted=adapted)
+        with compiled_by("eager"):
+            events = [on_engine(compile_it if how == way else lambda engine: None), *[step] * 2]
+            traces.append(run(spec, events, ["masters"], data=data))
+    return differing(*traces), *[trace.losses for trace in traces]
 
 
 def memory_of_loading(folder, fields):

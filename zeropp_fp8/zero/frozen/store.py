@@ -272,6 +272,7 @@ def note_version(param: Parameter) -> None:
         stored.version = param._version
 
 
+@torch.compiler.disable
 def note_parametrized(name: str, param: Parameter, module: nn.Module, *_) -> None:
     """Take it that a parametrization which is there has set the parameter to itself: torch's do when they are
     registered, and PEFT registers those of `target_parameters` for each forward of the module."""
