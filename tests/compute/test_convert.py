@@ -263,6 +263,79 @@ def test_gpt2_layers_are_transposed():
         assert "mxfp4" in repr(conv) or "fp8_e4m3" in repr(conv)
 
 
+# -- routers ---------------------------------------------------------------------------------------------------------
+
+MIXTURE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MIXTURE |= {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 96}
+ROUTERS = {
+    "Afmoe": (
+        {"num_experts": 64, "num_dense_layers": 1, "moe_intermediate_size": 64, "num_shared_experts": 1},
+        ["model.layers.1.mlp.router.gate"],
+    ),
+    "HunYuanMoEV1": ({"num_experts": 80}, [f"model.layers.{i}.mlp.gate.wg" for i in (0, 1)]),
+    "Gemma4": (
+        {
+            "num_experts": 64,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+            "hidden_size_per_layer_input": 0,
+        },
+        [f"model.layers.{i}.router.proj" for i in (0, 1)],
+    ),
+    # Its router is a parameter, and its shared expert has as many features as there are experts.
+    "Qwen3Next": ({"num_experts": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}, []),
+}
+
+
+def mixture(kind):
+    import transformers
+
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma4" else f"{kind}Config")
+    return getattr(transformers, f"{kind}ForCausalLM")(config(**MIXTURE, **ROUTERS[kind][0]))
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+@pytest.mark.parametrize("compute", [COMPUTE, {"format": "mxfp8_e4m3"}], ids=["fp8", "mx"])
+def test_routers_stay_as_they_are(kind, compute):
+    report = convert_linear_layers(model := mixture(kind), compute)
+    skipped = [name for name, reason in report.skipped.items() if "a router" in reason]
+    assert skipped == ROUTERS[kind][1]
+    assert all(type(model.get_submodule(name)) is nn.Linear for name in skipped)
+    assert any("shared" in name or "gate_proj" in name for name in report.converted)
+
+
+def test_routers_of_experts_on_several_ranks():
+    """Experts have those of one rank, and the module around them knows how many there are."""
+    model = mixture("Afmoe")
+    block = model.model.layers[1].mlp
+    block.num_experts, block.router.gate = 128, nn.Linear(128, 128)
+    assert "a router" in convert_linear_layers(model, COMPUTE).skipped["model.layers.1.mlp.router.gate"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "router.gate"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["router"]},
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["router.gate"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
+    ],
+    ids=["LoRA", "trained with its module", "trained, LoRA of experts"],
+)
+def test_routers_that_peft_wraps(options):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(mixture("Afmoe"), LoraConfig(r=4, **options))
+    report = convert_linear_layers(model, COMPUTE)
+    routers = [name for name, reason in report.skipped.items() if "a router" in reason]
+    assert len(routers) == 1 + ("modules_to_save" in options)
+    assert not [name for name in report.converted if ".router" in name]
+
+
 # -- what is skipped -------------------------------------------------------------------------------------------------
 
 

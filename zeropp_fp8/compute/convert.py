@@ -29,8 +29,11 @@ from zeropp_fp8.config import GEMMS, ComputeConfig, checked_compute, high_precis
 from zeropp_fp8.config.compute import matches
 
 MX_BLOCK = 32  # elements along either axis
+ROUTER = "a router: as many outputs as there are experts beside it"
 # Layers of one module that get the same input, in Llama and its relatives.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Where PEFT keeps what it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
+WRAPPED_BASES = ("base_layer", "original_module")
 
 
 @dataclass
@@ -73,6 +76,24 @@ def linear_classes() -> tuple[type, ...]:
     """nn.Linear, and transformers' Conv1D where a model can have one: its class is imported then."""
     made = sys.modules.get("transformers.pytorch_utils")  # importing it takes seconds
     return (nn.Linear,) if made is None else (nn.Linear, made.Conv1D)
+
+
+def routers(model: nn.Module) -> set[int]:
+    """id of linear layers that choose experts: beside packed ones, as many outputs, no other shape in their module."""
+    modules, found = dict(model.named_modules()), set()
+    for name, module in modules.items():
+        counts = {sharded.shape(param)[0] for param in packed_experts(module)}
+        while name.rpartition(".")[2] in WRAPPED_BASES:
+            name = name.rpartition(".")[0]
+        for near in (module, modules[name.rpartition(".")[0]]) if counts else ():
+            counts.add(getattr(near, "num_experts", 0))  # of experts that lie on several ranks, those of all
+            for child in near.children():
+                layers = [m for n, m in child.named_modules() if isinstance(m, nn.Linear) and "lora_" not in n]
+                sizes = {(layer.in_features, layer.out_features) for layer in layers}
+                several_squares = len(layers) > 1 and all(inputs == outputs for inputs, outputs in sizes)
+                if len(sizes) == 1 and sizes.pop()[1] in counts and not several_squares:
+                    found.update(map(id, layers))
+    return found
 
 
 @functools.cache
@@ -136,11 +157,12 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
             raise ValueError(f"convert_linear_layers: {name} was converted before; call restore_linear_layers first")
     report = ConversionReport(SCALINGS[compute.scaling](compute))
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    routing = routers(model)
     for name, module in model.named_modules():
         if not isinstance(module, linear_classes()):
             _convert_experts(name, module, compute, owners, report)
             continue
-        reason = _reason_to_skip(name, module, compute, owners)
+        reason = ROUTER if id(module) in routing else _reason_to_skip(name, module, compute, owners)
         if reason is not None:
             report.skipped[name] = reason
             continue

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.compute.convert import ROUTER, routers
 from zeropp_fp8.config import difference_bits
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
@@ -41,6 +42,9 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names = {"weights": params, "gradients": params, "compute": modules, "frozen": modules}
     rows += [*_gather_rows(session, gatherer, blocks), *idle_pattern_rows(session.config, names)]
+    routing = routers(model) if session.config.frozen.format != "none" else ()
+    named = [n for n, m in model.named_modules() if id(m) in routing and not sharded.rests_as_codes(m.weight)]
+    rows += [("frozen store", "16 or 32 bits", 0, f"{shown(named)}: {ROUTER}")] if named else []
     return [*rows, *_not_loaded_rows(model)]
 
 

@@ -33,12 +33,20 @@ KINDS = {
     },
     "GptOss": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 }
+LINEAR_ROUTER = {"Afmoe": {**KINDS["Qwen3Moe"], "num_dense_layers": 1, "num_shared_experts": 1}}
 EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def mixture(kind, seed=0, **sizes):
     torch.manual_seed(seed)
-    options = {"vocab_size": 256, "use_cache": False, "pad_token_id": None, **SIZES, **KINDS[kind], **sizes}
+    options = {
+        "vocab_size": 256,
+        "use_cache": False,
+        "pad_token_id": None,
+        **SIZES,
+        **(KINDS | LINEAR_ROUTER)[kind],
+        **sizes,
+    }
     config = getattr(transformers, f"{kind}Config")(**options)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 

@@ -32,6 +32,19 @@ def test_compiled_training_equals_training_that_is_not(way):
         assert compiled == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.parametrize("zero_init", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_routers_are_stored_only_where_they_are_named(zero_init, named):
+    """Also those that are linear layers."""
+    fields = {**FORMATS["int8"], **({"modules": ["q_proj", "router.gate"]} if named else {})}
+    for names, losses, expected in run_two(jobs.equals_rounded, kind="Afmoe", fields=fields, zero_init=zero_init):
+        assert ("model.layers.1.mlp.router.gate.weight" in names) == named
+        assert "model.layers.1.self_attn.q_proj.weight" in names and losses == expected
+        assert named or {"model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.shared_experts.up_proj.weight"} < {
+            *names
+        }
+
+
 @pytest.fixture(scope="module", params=jobs.KINDS)
 def checkpoint(request, tmp_path_factory):
     """A small sharded safetensors checkpoint, in which every expert has matrices of its own."""

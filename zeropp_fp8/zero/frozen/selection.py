@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.compute.convert import linear_classes
+from zeropp_fp8.compute.convert import WRAPPED_BASES, linear_classes, routers
 from zeropp_fp8.compute.experts import packed_experts
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
@@ -34,9 +34,6 @@ from zeropp_fp8.zero.frozen.store import (
     unstore,
 )
 
-# Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
-# Only that belongs to the base model; what PEFT adds keeps its precision, frozen or not.
-_WRAPPED_BASES = ("base_layer", "original_module")
 _LEVELS_ABOVE = 2  # modules that a weight's own must be in before it is judged while the model is being made
 
 
@@ -58,21 +55,22 @@ def is_chosen(name: str, frozen: FrozenConfig) -> bool:
 
 
 def _candidates(root: nn.Module, frozen: FrozenConfig) -> Iterator[tuple[str, Parameter]]:
-    """(name of its module, parameter) of what may be stored in `root`, adapters left out."""
+    """(name of its module, parameter) of what may be stored in `root`: nothing that PEFT adds, frozen or not."""
     wrapped: list[str] = []
     for name, module in root.named_modules():
-        if any(base in module._modules for base in _WRAPPED_BASES):
+        if any(base in module._modules for base in WRAPPED_BASES):
             wrapped.append(name + "." if name else "")
         around = [prefix for prefix in wrapped if name.startswith(prefix)]
-        if around and not name[len(around[-1]) :].startswith(_WRAPPED_BASES):
+        if around and not name[len(around[-1]) :].startswith(WRAPPED_BASES):
             continue
         for param in _weights_of(module, frozen):
             yield name, param
 
 
-def _embedded(root: nn.Module) -> set[int]:
-    """id of the weights of embeddings: a head that shares one leaves it as it is."""
-    return {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
+def _kept(root: nn.Module, frozen: FrozenConfig) -> set[int]:
+    """id of weights that stay as they are: of embeddings, which a head may share, and of routers that are not named."""
+    routing = set() if isinstance(frozen.modules, list) else routers(root)
+    return {id(m.weight) for m in root.modules() if isinstance(m, nn.Embedding) or id(m) in routing}
 
 
 @contextlib.contextmanager
@@ -106,12 +104,12 @@ class StreamingStore:
         for child in module.modules():
             self._tops.pop(id(child), None)
         self._tops[id(module)] = module
-        embedded = _embedded(module)
+        kept = _kept(module, self._frozen)
         with _plain_tensors():
             for name, param in _candidates(module, self._frozen):
                 if name.count(".") >= _LEVELS_ABOVE - 1 and id(param) not in self._judged:
                     self._judged.add(id(param))
-                    if id(param) not in embedded and is_chosen(name, self._frozen):
+                    if id(param) not in kept and is_chosen(name, self._frozen):
                         self._store(param)
 
     def model_finished(self) -> int:
@@ -120,9 +118,9 @@ class StreamingStore:
         for top in self._models():
             for param in top.parameters():
                 note_version(param)  # writes so far were to empty tensors
-            embedded = _embedded(top)
+            kept = _kept(top, self._frozen)
             for name, param in _candidates(top, self._frozen):
-                if id(param) not in embedded and is_chosen(name, self._frozen):
+                if id(param) not in kept and is_chosen(name, self._frozen):
                     self._store(param)
                 elif stored_weight(param) is not None:
                     unstore(param)
@@ -201,8 +199,8 @@ def _check_stored(names: dict[Parameter, str], wire_format: WireFormat | None, t
 
 def _to_store(model: nn.Module, names: dict[Parameter, str], frozen: FrozenConfig, trains: bool) -> list[Parameter]:
     """The weights that are still to be stored; refuses names that no weight or a trained one has."""
-    named, embedded = isinstance(frozen.modules, list), _embedded(model)
-    chosen = [p for n, p in _candidates(model, frozen) if id(p) not in embedded and is_chosen(n, frozen)]
+    named, kept = isinstance(frozen.modules, list), _kept(model, frozen)
+    chosen = [p for n, p in _candidates(model, frozen) if id(p) not in kept and is_chosen(n, frozen)]
     if not chosen and named:
         raise ConfigError(
             f'"{SECTION}.frozen.modules": no weight of the model that may be stored has one of the names '
