@@ -12,11 +12,13 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.compute.convert import ROUTER, routers
+from zeropp_fp8.compute.convert import ROUTER, WRAPPED_BASES, linear_classes, routers
+from zeropp_fp8.compute.experts import packed_experts
 from zeropp_fp8.config import difference_bits
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.attached import unit_of
+from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.gather.used_experts import InParts
 from zeropp_fp8.zero.session import Session
@@ -43,7 +45,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     names = {"weights": params, "gradients": params, "compute": modules, "frozen": modules}
     rows += [*_gather_rows(session, gatherer, blocks), *idle_pattern_rows(session.config, names)]
     routing = routers(model) if session.config.frozen.format != "none" else ()
-    named = [n for n, m in model.named_modules() if id(m) in routing and not sharded.rests_as_codes(m.weight)]
+    named = [n for n, m in model.named_modules() if id(m) in routing and not sharded.stored_as_codes(m.weight)]
     rows += [("frozen store", "16 or 32 bits", 0, f"{shown(named)}: {ROUTER}")] if named else []
     return [*rows, *_not_loaded_rows(model)]
 
@@ -114,21 +116,27 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
 
 
 def _not_loaded_rows(model: nn.Module) -> list[Row]:
-    """A row on frozen weights that transformers found in no file of a checkpoint, and so has made up.
+    """A row on weights that transformers found in no file of a checkpoint, and so has made up.
 
-    It marks what it has loaded, and knows what a model computes itself. Adapters come from other files.
+    Adapters come from other files. Of what is trained, experts and linear layers of blocks are meant, and no new head.
     """
-    computed = {
-        name for each in model.modules() for name in getattr(each, "_keys_to_ignore_on_load_missing", None) or ()
-    }
-    wrappers = tuple(f"{name}." for name, module in model.named_modules() if "base_layer" in module._modules)
-    of_model = {n: p for n, p in model.named_parameters() if "base_layer." in n or not n.startswith(wrappers)}
+    ignored = "_keys_to_ignore_on_load_missing"
+    computed = {name for each in model.modules() for name in getattr(each, ignored, None) or ()}
+    wrappers = {name for name, module in model.named_modules() if not module._modules.keys().isdisjoint(WRAPPED_BASES)}
+    of_model = {}
+    for name, param in model.named_parameters():
+        inside = [name[dot.end() :] for dot in re.finditer(r"\.", name) if name[: dot.start()] in wrappers]
+        if all(rest.startswith(WRAPPED_BASES) for rest in inside):
+            of_model[name] = param
     found = {name for name, param in of_model.items() if getattr(param, "_is_hf_initialized", False)}
-    missing = [n for n, param in of_model.items() if n not in found and not param.requires_grad]
+    layers = [m for block in find_blocks(model) for m in block.modules() if isinstance(m, linear_classes())]
+    needed = {id(m.weight) for m in layers} | {id(p) for m in model.modules() for p in packed_experts(m)}
+    needed |= {id(p) for n, p in of_model.items() if not p.requires_grad and ".original_module." not in n}
+    missing = [n for n, p in of_model.items() if n not in found and id(p) in needed]
     missing = [n for n in missing if not any(re.search(pattern, n) for pattern in computed)]
     if not (found and missing):
         return []
-    logger.warning(f"zeropp_fp8: frozen, and in no file of the checkpoint, so random: {', '.join(missing)}")
+    logger.warning(f"zeropp_fp8: in no file of the checkpoint, so random unless set since: {', '.join(missing)}")
     return [("NOT LOADED", "random numbers", sum(sharded.numel(of_model[n]) for n in missing), shown(missing))]
 
 

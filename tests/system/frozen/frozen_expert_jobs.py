@@ -61,6 +61,17 @@ def adapted(model):
     return get_peft_model(model, LoraConfig(r=4, **options), autocast_adapter_dtype=False)
 
 
+def trained(model):
+    return model
+
+
+def with_a_trained_head(model):
+    from peft import LoraConfig, get_peft_model
+
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["score", "mlp.gate"]}
+    return get_peft_model(model, LoraConfig(r=4, **options), autocast_adapter_dtype=False)
+
+
 def with_weights_of(state, model):
     """The model with these weights, with adapters. (Under zero.Init packed experts are what memory was before.)"""
     return adapted(load_into(model, state))
@@ -130,9 +141,14 @@ def loaded_from(folder, fields):
     return names, as_rounded, all(exact)
 
 
-def incomplete(folder, fields, missing):
-    """Return what a start prints over a checkpoint without tensors whose names have one of these parts."""
-    from transformers import AutoModelForCausalLM
+def incomplete(folder, fields, missing, head=False, adapt=adapted):
+    """Return what a start prints over a checkpoint without tensors whose names have one of these parts.
+
+    Args:
+        head: whether the model gets one that the checkpoint lacks.
+        adapt: makes of the model what is trained.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     switch(True)
     config, here = config_of(fields, "bf16"), shared_folder()
@@ -142,10 +158,11 @@ def incomplete(folder, fields, missing):
             kept = {n: t for n, t in load_file(file).items() if not any(part in n for part in missing)}
             save_file(kept, file, metadata={"format": "pt"})
     dist.barrier()
+    made = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     with hugging_face_knows(config):
-        model = AutoModelForCausalLM.from_pretrained(here, dtype=torch.bfloat16)
+        model = made.from_pretrained(here, dtype=torch.bfloat16)
     model._keys_to_ignore_on_load_missing = {"o_proj"}
-    make_engine(adapted(model), config).destroy()
+    make_engine(adapt(model), config).destroy()
     return printed(dist.get_rank())
 
 

@@ -58,12 +58,27 @@ def test_checkpoints_stream_into_the_store(checkpoint):
         assert set(names) > PACKED and as_rounded and exact
 
 
-@pytest.mark.parametrize("missing, said", [(["o_proj"], 0), (["layers.1.mlp.experts", "layers.0.self_attn.k_proj"], 3)])
-def test_what_a_checkpoint_lacks(tmp_path, missing, said):
-    """Frozen weights that no file has are named, but for what a model computes itself (here `o_proj`), and adapters."""
+LACKED = ["layers.1.mlp.experts", "layers.0.self_attn.k_proj"]
+
+
+@pytest.mark.parametrize(
+    "missing, said, options",
+    [
+        (["o_proj"], 0, {}),
+        (LACKED, 3, {}),
+        (LACKED, 3, {"fields": {}, "adapt": jobs.trained}),
+        (["o_proj", "model.norm"], 0, {"fields": {}, "adapt": jobs.trained}),
+        (LACKED, 3, {"fields": {}, "adapt": jobs.trained, "head": True}),
+        (["lm_head"], 0, {"fields": {}, "adapt": jobs.trained, "head": True}),
+        (["lm_head"], 0, {"adapt": jobs.with_a_trained_head, "head": True}),
+    ],
+)
+def test_what_a_checkpoint_lacks(tmp_path, missing, said, options):
+    """Weights that no file has are named, but for what a model computes itself (here `o_proj`), adapters, and trained
+    ones outside of blocks, such as a new head."""
     model = jobs.mixture("Qwen3Moe").bfloat16()
     model.save_pretrained(tmp_path, save_original_format=False)
-    first, _ = run_two(jobs.incomplete, folder=str(tmp_path), fields=FORMATS["int4"], missing=missing)
+    first, _ = run_two(jobs.incomplete, folder=str(tmp_path), missing=missing, **{"fields": FORMATS["int4"], **options})
     names = [n for n, _ in model.named_parameters() if any(part in n for part in missing)]
     lines = [line for line in first.splitlines() if "NOT LOADED" in line]
     if said:
