@@ -71,7 +71,7 @@ def _operands(engine):
         if stored_weight(param) is not None:
             found[attention] += param in unit.storage.operands
         else:
-            found[attention] += unit.travels_as_operand(param)
+            found[attention] += unit.sent_as_operand(param)
     return found[False], found[True]
 
 
