@@ -530,6 +530,22 @@ class TwoDtypes(Odd):
             layer[1].register_forward_pre_hook(lambda module, args: args[0].float())
 
 
+def _over_two_meshes():
+    """A module whose parameters lie on two meshes, as torch 2.13 lets a placement function say."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    first, second = (FSDPMeshInfo(mesh[name], shard_mesh_dim=0) for name in ("a", "b"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    others = {id(param) for param in model[0].parameters()}
+
+    def placed(param):
+        return ShardPlacementResult(Shard(0), second if id(param) in others else first)
+
+    return fully_shard(model, mesh=mesh["a"], shard_placement_fn=placed)
+
+
 def _with_memory_of_the_group():
     model = sharded()
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -551,6 +567,7 @@ def refused():
         "same copy": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp["shard"])),
         "symmetric memory": attempt(lambda: fsdp2.apply(_with_memory_of_the_group())),
         "recipe": attempt(lambda: fsdp2.apply(sharded(BF16), "fp8-lm")),
+        "several groups": attempt(lambda: fsdp2.apply(_over_two_meshes())),
         "no nodes": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp-pcie")),
         "added elsewhere": attempt(lambda: fsdp2.apply(sharded(), "zeropp", gradients={"accumulate_in": "world"})),
         "off": fsdp2.apply(sharded(), "zeropp", enabled=False) is not None,

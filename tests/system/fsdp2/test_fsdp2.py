@@ -306,6 +306,8 @@ def test_refusals():
         assert "apply() was called on this model before" in said["twice"]
         assert "give fully_shard a mesh of one dimension" in said["HSDP"]
         assert all("replicate must be a mesh of one dimension" in said[each] for each in ("copies", "same copy"))
+        several = said["several groups"]  # before torch 2.13 a module has one group
+        assert "groups of parameters over several meshes" in several or "ShardPlacementResult" in several
         for recipe in ("recipe", "no nodes"):
             assert "is of ZeRO-3, or misspelt" in said[recipe] and "zeropp-4bit, zeropp-exact" in said[recipe]
         assert '"zeropp_fp8.gradients.accumulate_in" is of ZeRO-3' in said["added elsewhere"] and said["off"] is True

@@ -18,6 +18,7 @@ KINDS = {
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
     "Qwen2Moe": {"num_key_value_heads": 2, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, **ROUTED},
     "Qwen3Moe": {"num_key_value_heads": 2, "head_dim": 16, "output_router_logits": True, **ROUTED},
+    "Qwen3Moe with a capacity": {"num_key_value_heads": 2, "head_dim": 16, "output_router_logits": True, **ROUTED},
     "GptOss": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {
         "n_routed_experts": 4,
@@ -38,7 +39,20 @@ KINDS = {
 def mixture(kind):
     torch.manual_seed(0)
     options = {"vocab_size": 256, "use_cache": False, "pad_token_id": None, **SIZES, **KINDS[kind]}
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**options))
+    name, _, limited = kind.partition(" with a ")
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**options))
+    for layer in model.model.layers if limited else ():
+        layer.mlp.gate.register_forward_hook(drop_what_is_above_the_capacity)
+    return model
+
+
+def drop_what_is_above_the_capacity(router, inputs, output, capacity=30):
+    """Give no weight to an expert's choices after the first ones, of 64 tokens that choose two of four experts."""
+    logits, weights, chosen = output
+    places = nn.functional.one_hot(chosen.flatten(), router.num_experts).cumsum(0)
+    place = places.gather(1, chosen.view(-1, 1)).view_as(chosen)
+    assert (place > capacity).any(), "no choice is dropped"
+    return logits, weights.masked_fill(place > capacity, 0.0), chosen
 
 
 class Routed(nn.Module):
