@@ -292,8 +292,9 @@ def test_fused_modules_in_a_graph(reentrant):
                 model.enable_input_require_grads()
             found.append(llama_trained(model, scaling))
     assert_same(*found)
-    # with checkpointing, forward of the first run has no gradients or saves for another one
-    assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
+    # With checkpointing, forward of the first run has no gradients or saves for another one. Transformers before 5.23
+    # checkpoints from outside of forward: run again, that is one more.
+    assert counters["stats"]["unique_graphs"] <= 3 + bool(reentrant) and not counters["graph_break"]
 
 
 def test_layers_that_share_an_input_cast_it_once():
