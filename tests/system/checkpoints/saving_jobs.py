@@ -169,7 +169,7 @@ def other_errors(folder):
     """Errors that are not a file's: of the arguments on all ranks, of the states and of the folder on one."""
     engine = engine_of()
     rank = dist.get_rank()
-    states = {"hook": lambda: None} if rank == 1 else {}  # cannot be pickled
+    states = {"hook": lambda: None} if rank == 1 else {}  # which cannot be pickled; each Python says that otherwise
     found = {"states": message_of(engine.save_checkpoint, folder, tag="a", client_state=states)}
     if rank == 0:
         Path(folder, "file").write_text("")

@@ -96,7 +96,7 @@ def test_full_disk(tmp_path):
 def test_other_errors(tmp_path):
     """An error that has nothing to do with files: the rank that met it raises it, and the others say which rank did."""
     for rank, found in enumerate(run_ranks(jobs.other_errors, world=2, folder=str(tmp_path))):
-        assert ("rank 1: " in found["states"]) == (rank == 0) and "pickle" in found["states"]
+        assert ("rank 1: " in found["states"]) == (rank == 0) and "local object" in found["states"]
         assert "FileExistsError" in found["folder"] or "NotADirectoryError" in found["folder"]
         assert found["nowhere"] == "ValueError: save_dir must be a non-empty string, got ''"
         assert found["gone"].startswith(f"RuntimeError: {tmp_path / 'gone'} holds no checkpoint of ZeRO-3: ")
