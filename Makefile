@@ -1,4 +1,5 @@
-# Each target makes .venv by itself. Change the interpreter with `make PYTHON=python3.12 ...`.
+# Each target makes .venv by itself; what is there keeps its interpreter. Another one gets an environment of its own:
+# `make PYTHON=python3.12 VENV=.venv/3.12 ...`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
