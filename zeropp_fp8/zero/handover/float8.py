@@ -32,15 +32,18 @@ _CASTS = {
 
 class Float8Weights:
     """Which linear layers' weights are sent as codes: those that training computes in FP8; without FP8 compute all of
-    nn.Linear but `skip_modules`.
+    nn.Linear but `skip_modules` and routers.
 
     Args:
         parts: of the model, without PEFT's wrapper.
         conversion: of the training engine, if its linear layers compute in low precision.
         skip_modules: name patterns.
+        routing: id of linear layers that choose experts.
     """
 
-    def __init__(self, parts: list[Part], conversion: ConversionReport | None, skip_modules: list[str]) -> None:
+    def __init__(
+        self, parts: list[Part], conversion: ConversionReport | None, skip_modules: list[str], routing: set[int]
+    ) -> None:
         scaling = conversion.scaling.compute.scaling if conversion is not None else None
         self._cast = _CASTS.get(scaling, casts.cast_per_row)
         computed = {id(m) for m in conversion.converted.values()} if scaling in _CASTS else None
@@ -50,7 +53,8 @@ class Float8Weights:
             module, name = part.inner, part.prefix.removesuffix(".")
             if not isinstance(module, nn.Linear):
                 continue
-            chosen = not matches(name, skip_modules) if computed is None else id(module) in computed
+            wanted = id(module) not in routing and not matches(name, skip_modules)
+            chosen = wanted if computed is None else id(module) in computed
             if chosen and users[id(dict.__getitem__(module._parameters, "weight"))] == 1:
                 self._layers.add(id(module))
             else:

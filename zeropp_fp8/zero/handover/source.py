@@ -20,6 +20,7 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.lanes import on_one_stream
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.compute.convert import routers
 from zeropp_fp8.zero.export.lockstep import Lockstep
 from zeropp_fp8.zero.export.weights import Weight, base_model, gathered, groups
 from zeropp_fp8.zero.frozen.store import value_dtype
@@ -88,7 +89,7 @@ class WeightSource:
         if format == "fp8":
             parts = list(itertools.chain.from_iterable(groups(model)))
             conversion = None if self.session.formats.fell_back else self.session.conversion
-            self._float8 = Float8Weights(parts, conversion, self.session.config.compute.skip_modules)
+            self._float8 = Float8Weights(parts, conversion, self.session.config.compute.skip_modules, routers(model))
         self._contents = Contents(engine.module, model, weights, self._float8)
         self._by_shards = Contents(engine.module, model, weights, self._float8, self._gatherer.ownership.has)
         self.gives_adapters = weights == "adapters"
