@@ -8,10 +8,8 @@ from types import MethodType
 
 import pytest
 import torch
-import transformers
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from models import compiled_by, llama
-from packaging.version import Version
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -294,10 +292,8 @@ def test_fused_modules_in_a_graph(reentrant):
                 model.enable_input_require_grads()
             found.append(llama_trained(model, scaling))
     assert_same(*found)
-    # With checkpointing, forward of the first run has no gradients or saves for another one. Transformers before 5.23
-    # checkpoints from outside of forward: run again, that is one more.
-    most = 4 if reentrant and Version(transformers.__version__) < Version("5.23") else 3
-    assert counters["stats"]["unique_graphs"] <= most and not counters["graph_break"]
+    # with checkpointing, forward of the first run has no gradients or saves for another one
+    assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
 
 
 def test_layers_that_share_an_input_cast_it_once():

@@ -2,9 +2,9 @@
 
 Two ways, which give all copies the same bits. The one that sends less is taken:
 
-    `AllGather`      codes of whole gradients in the format between nodes, of which each copy takes the mean
-    `AllReduce`      codes of the same format, each rank's share of the mean in fp32; then codes of that share in the
-                     format within nodes
+    `MeanByAllGather`   codes of whole gradients in the format between nodes, of which each copy takes the mean
+    `MeanByAllReduce`   codes of the same format, each rank's share of the mean in fp32; then codes of that share in the
+                        format within nodes
 
 With INT4 and INT8 two copies send 4 bits per gradient by the first, and four copies 9 by the second, where HSDP in bf16
 sends 16 and 24.
@@ -76,17 +76,17 @@ class MeanOverReplicas:
         way, numels, names = self._planned(gradients)
         way(list(gradients.split(numels)), [f"{name}, copies" for name in names])
 
-    def _planned(self, gradients: Tensor) -> tuple[AllGather | AllReduce, list[int], list[str]]:
+    def _planned(self, gradients: Tensor) -> tuple[MeanByAllGather | MeanByAllReduce, list[int], list[str]]:
         key = gradients.numel(), gradients.dtype
         if key not in self._plans:
             numels, exact, names = self._unit.reduced_together(gradients.numel())
             shapes = [(n,) if alone else (1, n) for alone, n in zip(exact, numels)]
-            ways = [way(self._host, self._replicas, shapes, gradients) for way in (AllGather, AllReduce)]
+            ways = [way(self._host, self._replicas, shapes, gradients) for way in (MeanByAllGather, MeanByAllReduce)]
             self._plans[key] = min(ways, key=lambda way: way.sent), numels, names
         return self._plans[key]
 
 
-class AllGather:
+class MeanByAllGather:
     """The mean of whole gradients, which each copy sends to each other one; they are rounded once.
 
     Args:
@@ -114,8 +114,8 @@ class AllGather:
         layout.reduce_to_tensors(rows.view(-1, layout.row_bytes), parts)
 
 
-class AllReduce:
-    """The mean by a reduce-scatter and an all-gather, as `AllGather` otherwise; it is rounded twice."""
+class MeanByAllReduce:
+    """The mean by a reduce-scatter and an all-gather, as `MeanByAllGather` otherwise; it is rounded twice."""
 
     def __init__(self, host: Host, replicas: Replicas, shapes: list[tuple[int, ...]], gradients: Tensor) -> None:
         self._host, self._replicas = host, replicas

@@ -160,7 +160,7 @@ def test_a_copy_in_each_node(make, how):
     exact = run_ranks(jobs.replicated, recipe="lossless", make=make, **how)
     rounded = run_ranks(jobs.replicated, recipe="zeropp", make=make, **how)
     for (losses, weights, *_), (same, theirs, sent, as_stock), (close, ours, less, _) in zip(stock, exact, rounded):
-        padded = 1e-9 if make is jobs.llama else 0.02  # slices of odd sizes
+        padded = 1e-9 if make is jobs.llama else 0.005  # payloads of odd sizes are aligned
         assert sent * 16 == pytest.approx(as_stock * 32, rel=padded)  # stock's are counted in 16 bits
         assert losses == same and all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
         assert close == pytest.approx(losses, rel=1e-2) and close != losses
