@@ -250,6 +250,31 @@ def written_in_place(kind, fields):
     return said
 
 
+def adapted_late(kind, fields):
+    """Losses, and what is said of a matrix as a parameter, with adapters that were there or are added later."""
+    from peft import LoraConfig, get_peft_model
+
+    switch(True)
+    state, config = mixture(kind).state_dict(), config_of(fields)
+
+    def engine_with(parameters, early=False, forward_before=False):
+        model = load_into(build(lambda: mixture(kind), config, zero_init=True), state)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]), autocast_adapter_dtype=False)
+        engine = None if early else make_engine(model, config)
+        if forward_before:
+            evaluate(engine)
+        torch.manual_seed(5)
+        options = {"target_modules": [], "target_parameters": parameters, "init_lora_weights": False}
+        model.add_adapter("late", LoraConfig(r=4, **options), autocast_adapter_dtype=False)
+        model.set_adapter("late")
+        return engine or make_engine(model, config)
+
+    of_experts = [f"experts.{name}" for name in EXPERTS]
+    ways = {"early": True}, {}, {"forward_before": True}
+    losses = [evaluate(engine_with(of_experts, **way)) for way in ways]
+    return losses, attempt(lambda: evaluate(engine_with(["k_proj.weight"])))
+
+
 def saved_merged(kind, fields, folder):
     """Names whose saved weight is not what PEFT makes of an ordinary model with the decoded weights; rank 0 reads."""
     engine = engine_of(kind, fields)

@@ -124,3 +124,11 @@ def test_checkpoints(tmp_path):
 def test_written_in_place():
     for said in itertools.chain(*run_two(jobs.written_in_place, kind="Mixtral", fields=FORMATS["int8"])):
         assert "down_proj is stored as int8 (block 32) codes and was written in place" in said
+
+
+def test_adapters_after_the_engine():
+    """They compute as those that were there, gathered or not before; of a matrix as a parameter they are refused."""
+    for losses, said in run_two(jobs.adapted_late, kind="Mixtral", fields=FORMATS["int8"]):
+        expected, *late = losses
+        assert late == [expected, expected]
+        assert "k_proj.weight is stored as int8 (block 32) codes" in said and "before the engine is made" in said

@@ -172,7 +172,8 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool, on_model:
                 "anything is"
             )
     name_stored((name, param) for param, name in names.items())
-    _find_adapters(model, on_model)
+    _find_adapters(model)
+    _expect_parametrizations(model, on_model)
 
 
 def _check_stored(names: dict[Parameter, str], wire_format: WireFormat | None, trains: bool) -> None:
@@ -222,20 +223,17 @@ def _to_store(model: nn.Module, names: dict[Parameter, str], frozen: FrozenConfi
     return to_store
 
 
-def _find_adapters(model: nn.Module, on_model: contextlib.ExitStack) -> None:
+def _find_adapters(model: nn.Module) -> None:
     """Tell stored weights which PEFT layer is around them."""
     for holder in model.modules():
         for name, outermost in holder.named_children():
             layer, nested = outermost, "base_layer" in holder._modules
             while not nested and "base_layer" in layer._modules and hasattr(layer, "merged"):
-                for base, *own in _adapted(layer, (weakref.ref(holder), name, weakref.ref(outermost))):
-                    if hasattr(layer, "parameter_name"):
-                        hook = base.register_forward_pre_hook(functools.partial(note_parametrized, *own))
-                        on_model.callback(hook.remove)
+                _adapted(layer, (weakref.ref(holder), name, weakref.ref(outermost)))
                 layer = layer._modules["base_layer"]  # PEFT's layers of `target_parameters` are one inside the other
 
 
-def _adapted(layer: nn.Module, place: tuple) -> Iterator[tuple[nn.Module, str, Parameter]]:
+def _adapted(layer: nn.Module, place: tuple) -> None:
     """Tell the stored weights that a PEFT layer adapts: that of its name, or all of the layer that it is around."""
     base = layer
     while "base_layer" in base._modules:
@@ -247,4 +245,15 @@ def _adapted(layer: nn.Module, place: tuple) -> Iterator[tuple[nn.Module, str, P
         if stored.adapter is None or stored.adapter() is not layer:
             stored.before_merge, stored.holds_merged = None, layer.merged
         stored.adapter, stored.place = weakref.ref(layer), place
-        yield base, name, param
+
+
+def _expect_parametrizations(model: nn.Module, on_model: contextlib.ExitStack) -> None:
+    """Of packed experts, also where adapters come later; of matrices that `target_parameters` adapts by now."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            stored = stored_weight(param)
+            if stored is None:
+                continue
+            if len(sharded.shape(param)) > 2 or hasattr(stored.adapter and stored.adapter(), "parameter_name"):
+                hook = functools.partial(note_parametrized, name, param)
+                on_model.callback(module.register_forward_pre_hook(hook).remove)
