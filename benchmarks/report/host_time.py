@@ -97,7 +97,22 @@ def starts(result: dict) -> str:
     return table(["s", *head], rows)
 
 
+def under_fsdp2_say(result: dict) -> str:
+    """Calls of Python in a step under FSDP2, which they bound, beside what the GPU computes."""
+    rows = {row["run"]: row for row in result["rows"]}
+    calls = {run: f"{row['host']['calls']:,}" for run, row in rows.items()}
+    busy = [row["device"]["computing_ms"] for row in rows.values()]
+    return paragraph(
+        f"""With so few tokens Python bounds every step. One step at 25 Gbit/s calls {calls["fsdp2"]} Python functions
+        under FSDP2, {calls["fsdp2-zeropp"]} with `zeropp`, and {calls["zeropp"]} under ZeRO-3 with `zeropp`. The GPU
+        computes for {min(busy):.0f} to {max(busy):.0f} ms of it (`python -m benchmarks.step_profile`). Also, torch
+        copies parts into a buffer before each gather and whole parameters out of it after, which ZeRO-3 with this
+        project does not. More tokens per GPU hide more of it."""
+    )
+
+
 BLOCKS = {
+    "under_fsdp2_say": Block(under_fsdp2_say, ("step_profile/h200-2-25gbit-fsdp2",)),
     "starts": Block(starts, ("start/h200-2-nvlink",)),
     "starts_on_cpu": Block(starts, ("start/cpu-2-gloo",)),
     "kept": Block(kept, KEPT),
