@@ -7,7 +7,8 @@ from config_cases import BF16, ds_config, refusal, resolved, values
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
-from zeropp_fp8.config.sections import ELSEWHERE, FROZEN_FORMATS
+from zeropp_fp8.config.sections import ELSEWHERE, FIXED_BLOCKS, FROZEN_FORMATS
+from zeropp_fp8.formats import make_format
 
 FORMAT_FIELDS = ("weights.format", "gradients.intra_format", "gradients.inter_format", "frozen.format")
 
@@ -35,6 +36,16 @@ def test_format_that_is_not_there(field, name):
 def test_format_that_is_there(field, name):
     group, key = field.split(".")
     assert values(resolved({group: {key: name}}), field) == name
+
+
+@pytest.mark.parametrize("block_size", [2, 32, 34])
+@pytest.mark.parametrize("name", [name for name in WIRE_FORMATS if name != "none"])
+def test_blocks_that_no_rule_refuses_can_be_made(name, block_size):
+    try:
+        weights = resolved({"weights": {"format": name, "block_size": block_size}}).weights
+    except ConfigError:
+        return
+    make_format(name, **({} if name in FIXED_BLOCKS else {"block_size": weights.block_size}))
 
 
 @pytest.mark.parametrize(

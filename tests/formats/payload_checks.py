@@ -19,8 +19,8 @@ from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 
 # What kernels encode and sum; others are decoded by kernels, or by torch code alone.
-ENCODED = [e for e in ENTRIES if not e.startswith("nf4") and not e.endswith(("-double", "-tensor", "-whole"))]
 BY_TORCH = [e for e in ENTRIES if e.endswith(("-tensor", "-whole"))]
+ENCODED = [e for e in ENTRIES if e not in BY_TORCH and not e.startswith("nf4") and not e.endswith("-double")]
 DECODED = [e for e in ENTRIES if e not in ENCODED + BY_TORCH]
 GRADIENTS = [e for e in ENCODED if e not in ("none", "fp16") and e not in MX]  # with error feedback
 TILE = 1024

@@ -18,7 +18,7 @@ MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "
 FIXED_BLOCKS = dict.fromkeys(MX_FORMATS, 32)
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
 _ON_THE_WIRE, _FROZEN, _STATES = "weights and gradients on the wire", "frozen weights", "optimizer states"
-# The uses of each format: a new one needs only this, its file in formats/ and its line in the registry there.
+# The uses of each format; CONTRIBUTING.md says what else a new one needs.
 USES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _FROZEN)),
     "fp8_e4m3": (_ON_THE_WIRE, _FROZEN, _STATES),

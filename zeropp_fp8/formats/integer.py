@@ -36,5 +36,5 @@ class IntegerElement:
         if self.bits == 8:
             values.copy_(codes.view(torch.int8))
             return
-        # Flipping a code's sign bit adds 8 to its value.
-        values.copy_(unpack(codes, self.bits, scratch).bitwise_xor_(8).sub_(8))
+        sign = 1 << self.bits - 1  # flipping this bit of a code adds as much to its value
+        values.copy_(unpack(codes, self.bits, scratch).bitwise_xor_(sign).sub_(sign))
