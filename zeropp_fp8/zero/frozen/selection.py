@@ -23,7 +23,7 @@ from zeropp_fp8.compute.experts import packed_experts
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.formats.shapes import is_stack, is_vector
 from zeropp_fp8.zero.frozen.store import (
     name_stored,
     note_parametrized,
@@ -235,10 +235,7 @@ def _find_adapters(model: nn.Module) -> None:
 
 def _adapted(layer: nn.Module, place: tuple) -> None:
     """Tell the stored weights that a PEFT layer adapts: that of its name, or all of the layer that it is around."""
-    base = layer
-    while "base_layer" in base._modules:
-        base = base._modules["base_layer"]
-    for name, param in base.named_parameters(recurse=False):
+    for name, param in layer.get_base_layer().named_parameters(recurse=False):
         stored = stored_weight(param)
         if stored is None or getattr(layer, "parameter_name", name) != name:
             continue
@@ -248,12 +245,11 @@ def _adapted(layer: nn.Module, place: tuple) -> None:
 
 
 def _expect_parametrizations(model: nn.Module, on_model: contextlib.ExitStack) -> None:
-    """Of packed experts, also where adapters come later; of matrices that `target_parameters` adapts by now."""
+    """Of packed experts, whose adapters may come later, and of what a PEFT layer adapts as a parameter."""
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             stored = stored_weight(param)
-            if stored is None:
-                continue
-            if len(sharded.shape(param)) > 2 or hasattr(stored.adapter and stored.adapter(), "parameter_name"):
+            adapter = stored and stored.adapter and stored.adapter()
+            if stored is not None and (is_stack(sharded.shape(param)) or hasattr(adapter, "parameter_name")):
                 hook = functools.partial(note_parametrized, name, param)
                 on_model.callback(module.register_forward_pre_hook(hook).remove)

@@ -293,8 +293,8 @@ def check_untouched(param: Parameter) -> None:
         stored.version = param._version
         raise RuntimeError(
             f"{_name_of(param)} is stored as {stored.wire_format!r} codes and was written in place, which would be "
-            "lost: write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0); add adapters of matrices "
-            "as parameters before the engine is made"
+            "lost: write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0); add adapters of "
+            "matrices as parameters before the engine is made"
         )
 
 

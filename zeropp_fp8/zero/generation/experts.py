@@ -22,19 +22,18 @@ def few_choices(module: nn.Module, stacks: Sequence[QuantizedStack], decoded: Ca
     """
     from zeropp_fp8.kernels.linear.quantized_linear import FEW_CHOICES
 
-    first, second = stacks
-    biases = ("gate_up_proj_bias" if module.has_gate else "up_proj_bias", "down_proj_bias") if module.has_bias else None
+    first, names = stacks[0], ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if top_k_index.numel() > FEW_CHOICES or hidden_states.dtype != first.weight.dtype:
             return decoded(hidden_states, top_k_index, top_k_weights)
-        expert_of = top_k_index.reshape(-1).to(torch.int32)  # as the kernel reads it, once for both
-        x = first(hidden_states, expert_of)
-        if biases is not None:
-            x = x + getattr(module, biases[0])[expert_of]
-        x = second(module._apply_gate(x) if module.has_gate else module.act_fn(x), expert_of)
-        if biases is not None:
-            x = x + getattr(module, biases[1])[expert_of]
+        x, expert_of = hidden_states, top_k_index.reshape(-1).to(torch.int32)  # as the kernel reads it, once for both
+        for stack, name in zip(stacks, names):
+            if stack is not first:
+                x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+            x = stack(x, expert_of)
+            if module.has_bias:
+                x = x + getattr(module, f"{name}_bias")[expert_of]
         weighted = x.unflatten(0, top_k_index.shape) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
