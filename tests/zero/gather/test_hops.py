@@ -67,7 +67,7 @@ class PlayedUnit(Unit):
     """Writes down what it is asked to do, as differences or as a whole."""
 
     held_bytes = gathered_bytes = brought_bytes = 16  # the unit is its own difference
-    is_unknown = False
+    sizes = [16]  # agreed on
 
     def __init__(self, index, streams, route, brings_differences):
         param = SimpleNamespace(ds_id=index, ds_numel=1, ds_status=ZeroParamStatus.NOT_AVAILABLE, requires_grad=True)

@@ -75,7 +75,7 @@ class Hops:
             after(self._weights_ready)
             differs = unit.difference.is_due
             if differs:
-                if unit.difference.is_unknown:
+                if not unit.difference.sizes:
                     self._agree(unit.route)
                 pending.brought = self._brought_ring.take(unit.difference.brought_bytes)
                 pending.first_work = unit.difference.send(pending.held, pending.brought)
@@ -96,9 +96,10 @@ class Hops:
 
         The host waits for these weights.
         """
-        for unit in (unit for unit in self._units() if unit.difference.is_unknown):
+        units = [unit for unit in self._units() if unit.difference.is_unknown]
+        for unit in units:
             unit.lay_out()  # which may end its differences
-        units = [unit for unit in self._units() if unit.difference.is_unknown and unit.route is route]
+        units = [unit for unit in units if unit.difference.begun and unit.route is route]
         needs = torch.cat([unit.difference.measure() for unit in units])
         rows = gather_through(needs.view(torch.uint8), route.levels, self._ledger).view(torch.int64)
         of_ranks = rows.view(-1, len(units))[route.rows_in_rank_order].t().tolist()
