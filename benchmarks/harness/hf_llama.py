@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.llama import EPSILON, ROPE_BASE, Llama
@@ -64,6 +65,15 @@ def maker_of(size: Size) -> Callable[[], nn.Module]:
     from transformers import LlamaForCausalLM
 
     return lambda: LlamaForCausalLM(llama_config(size))
+
+
+def save_random(size: MixtureSize, gb: float, folder: str) -> None:
+    """Write a checkpoint of a mixture in bf16 with transformers' random weights, in files of at most `gb`."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(mixture_config(size), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=int(gb * 1e9))
 
 
 class Mixture(nn.Module):

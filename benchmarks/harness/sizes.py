@@ -76,6 +76,17 @@ _A3B = {"hidden": 2048, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_d
 MIXTURES = {
     "30b-a3b": MixtureSize(layers=48, vocabulary=151936, **_A3B),  # Qwen3-30B-A3B
     "4b-moe": MixtureSize(layers=6, vocabulary=32000, **_A3B),  # the same, cut
+    "2b-moe": MixtureSize(
+        hidden=1024,
+        intermediate=768,
+        layers=15,
+        heads=16,
+        kv_heads=4,
+        vocabulary=32000,
+        head_dim=64,
+        experts=64,
+        chosen=8,
+    ),  # its largest parameter has 0.2 GB in bf16, a fourth of Qwen3-30B-A3B's
     "255m-a85m": MixtureSize(
         hidden=768,
         intermediate=1024,

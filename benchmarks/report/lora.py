@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.loading import TARGET as LOADING_TARGET
 from benchmarks.report.blocks import Block, bold, code_of, paragraph, table
 from benchmarks.report.rows import GIB, by_run, outcome
 
@@ -179,7 +180,30 @@ def lora_mixture(nodes: dict, node: dict) -> str:
     return f"{made}\n\n{said}"
 
 
+def lora_loading(large: dict, small: dict) -> str:
+    """Host memory while a mixture is loaded, from large and from small files, and what bounds it."""
+    labels, rows, outcomes = {"stock-lora": "stock ZeRO-3, bf16", "int8": "`int8`", "nf4-dq": "`qlora`"}, [], []
+    for result in (large, small):
+        found, lines = by_run(result), result["comparison"]
+        for line in lines:
+            row = found[line["run"]]
+            gb = (max(row["file_bytes"]), max(row["rest_bytes"]), line["beside_bytes"])
+            rows.append([labels[line["run"]], *(f"{number / 1e9:.2f}" for number in gb)])
+            rows[-1] += [f"{line[unit]:.2f}" for unit in ("of_file", "of_largest")]
+        outcomes.append(outcome(max(line["of_file"] for line in lines if "met" in line), LOADING_TARGET))
+    head = ["", "largest file, GB", "rests, GB", "more at the peak, GB", "x largest file", "x largest parameter"]
+    of_largest = sorted(line["of_largest"] for result in (large, small) for line in result["comparison"])
+    said = paragraph(
+        f"""The rank that has most holds {of_largest[0]:.1f} to {of_largest[-1]:.1f} times the largest packed parameter
+        ({large["rows"][0]["largest_bytes"] / 1e9:.2f} GB) besides, whatever the files: the target,
+        {LOADING_TARGET:g} times the largest file, is {outcomes[0]} with files of {rows[0][1]} GB and {outcomes[1]} with
+        files of {rows[-1][1]} GB."""
+    )
+    return f"{table(head, rows)}\n\n{said}"
+
+
 MIXTURE = ("lora_step/h200-2-25gbit-30b-a3b", "lora_step/h200-2-nvlink-30b-a3b")
+LOADING = ("loading/cpu-2-gloo", "loading/cpu-2-gloo-small_files")
 STEP = ("lora_step/h200-2-25gbit",)
 MEMORY = ("lora_memory/h200-1-local", "lora_memory/h200-1-local-second")
 LIMITS = ("lora_limits/h200-1-local-24gib", "lora_limits/h200-1-local")
@@ -189,6 +213,7 @@ DECODE = ("dequantize/h200-1-local", "quantized_linear/h200-1-local")
 BLOCKS = {
     "lora_step": Block(lora_step, STEP),
     "lora_mixture": Block(lora_mixture, MIXTURE),
+    "lora_loading": Block(lora_loading, LOADING),
     "lora_step_says": Block(lora_step_says, STEP, sourced=False),
     "lora_memory": Block(lora_memory, MEMORY),
     "lora_memory_says": Block(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from frozen_jobs import load_into
-from frozen_loading_jobs import PeakOfMemory
 from frozen_models import codes, config_of, decoded, evaluate, gathered, hugging_face_knows, plain, rounded, same
 from models import batches, build, compiled_by, full_weights, make_engine, section
 from ranks import attempt, printed
@@ -19,6 +18,7 @@ from running import Spec, changed, differing, loaded, on_engine, run, saved, see
 from safetensors.torch import load_file, save_file
 
 import zeropp_fp8
+from benchmarks.harness.host_memory import PeakOfMemory
 from zeropp_fp8.zero.frozen.store import stored_weight
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import mmap
-import threading
-import time
-
 import torch
 import torch.distributed as dist
 from frozen_jobs import TARGETS
@@ -26,41 +20,10 @@ from frozen_models import (
 from models import batches, build, llama, make_engine, train
 from running import switch
 
+from benchmarks.harness.host_memory import PeakOfMemory
 from zeropp_fp8.zero.frozen.store import stored_weight
 
 # -- loading ---------------------------------------------------------------------------------------------------------
-
-
-class PeakOfMemory:
-    """The most anonymous memory of this process in a block, in bytes above what it had before.
-
-    Pages of a mapped checkpoint are not anonymous. Blocks from 64 KiB are given back to the system at once.
-    """
-
-    def __enter__(self):
-        ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD of glibc
-        gc.collect()
-        self._start = self.peak = self._now()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    @staticmethod
-    def _now():
-        with open("/proc/self/statm") as statm:
-            _, resident, shared, *_ = statm.read().split()
-        return (int(resident) - int(shared)) * mmap.PAGESIZE
-
-    def _watch(self):
-        while not self._over.is_set():
-            self.peak = max(self.peak, self._now())
-            time.sleep(0.001)
-
-    def __exit__(self, *exc):
-        self._over.set()
-        self._thread.join()
-        self.peak = max(self.peak, self._now()) - self._start
 
 
 def memory_of_loading(folder, fields):
