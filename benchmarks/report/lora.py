@@ -191,7 +191,7 @@ def lora_loading(large: dict, small: dict) -> str:
             rows.append([labels[line["run"]], *(f"{number / 1e9:.2f}" for number in gb)])
             rows[-1] += [f"{line[unit]:.2f}" for unit in ("of_file", "of_largest")]
         outcomes.append(outcome(max(line["of_file"] for line in lines if "met" in line), LOADING_TARGET))
-    head = ["", "largest file, GB", "rests, GB", "more at the peak, GB", "x largest file", "x largest parameter"]
+    head = ["", "largest file, GB", "kept, GB", "more at the peak, GB", "x largest file", "x largest parameter"]
     of_largest = sorted(line["of_largest"] for result in (large, small) for line in result["comparison"])
     said = paragraph(
         f"""The rank that has most holds {of_largest[0]:.1f} to {of_largest[-1]:.1f} times the largest packed parameter

@@ -90,13 +90,14 @@ def test_what_a_checkpoint_lacks(tmp_path, missing, said, options):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_rank_holds_the_model_in_16_bits(world, tmp_path):
-    """Beside what rests, 1.2 times the largest file, which is 6 times the largest parameter, as of a real model."""
+    """Beside what stays, five times the largest parameter, which is less than the largest file."""
     model = jobs.mixture("Qwen3Moe", num_hidden_layers=8, num_experts=32, hidden_size=256, moe_intermediate_size=128)
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
     largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    gate_up = 2 * model.model.layers[0].mlp.experts.gate_up_proj.numel()
     options = {"folder": str(tmp_path), "fields": FORMATS["int4"]}
     for peak, rests, stored in run_ranks(jobs.memory_of_loading, world=world, ranks_per_node=1, **options):
-        assert stored == 8 * 6 and (peak - rests) <= 1.2 * largest, (peak, rests, largest)
+        assert stored == 8 * 6 and (peak - rests) <= 5 * gate_up < 1.2 * largest, (peak, rests, largest)
 
 
 @pytest.mark.parametrize("kind", jobs.KINDS)

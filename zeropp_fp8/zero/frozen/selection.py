@@ -245,7 +245,7 @@ def _adapted(layer: nn.Module, place: tuple) -> None:
 
 
 def _expect_parametrizations(model: nn.Module, on_model: contextlib.ExitStack) -> None:
-    """Of packed experts, whose adapters may come later, and of what a PEFT layer adapts as a parameter."""
+    """Allow them for packed experts, whose adapters may come later, and for what PEFT adapts as a parameter."""
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             stored = stored_weight(param)

@@ -153,8 +153,8 @@ class UnitCoordinator:
         external = module._external_params
         held = self._of_module.get(id(module))
         if held is None or held.external != len(external):
-            of_module = module.parameters(recurse=sharded.is_leaf(module))
-            own = {id(p): p for p in of_module if sharded.is_sharded(p)}  # what was added later is there as it is
+            # What was added to the module later is there as it is.
+            own = {id(p): p for p in module.parameters(sharded.is_leaf(module)) if sharded.is_sharded(p)}
             for inner in module.modules() if self.apart else ():
                 if inner in self.apart and inner is not module:
                     for param in inner.parameters():

@@ -96,8 +96,7 @@ class Hops:
 
         The host waits for these weights.
         """
-        units = [unit for unit in self._units() if unit.difference.is_unknown]
-        for unit in units:
+        for unit in (units := [unit for unit in self._units() if unit.difference.is_unknown]):
             unit.lay_out()  # which may end its differences
         units = [unit for unit in units if unit.difference.begun and unit.route is route]
         needs = torch.cat([unit.difference.measure() for unit in units])
