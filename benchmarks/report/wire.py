@@ -47,7 +47,7 @@ def _of_group(group: dict) -> str:
     row, chosen = group["rows"][0], group["settings"]
     commits = ", ".join(dict.fromkeys(since(each) for each in group["rows"]))
     reference = next((line["reference"] for line in group["comparison"] if "reference" in line), None)
-    millions, experts = row["parameters"] / 1e6, chosen["model"].get("experts")
+    millions, experts = row["parameters"] / 1e6, chosen.get("model", {}).get("experts")
     chosen_by = f" of a mixture ({chosen['model']['chosen']} of {experts} experts per token)" if experts else ""
     head = f"""{CASES[chosen["case"]]}, {millions:.{0 if millions >= 1 else 1}f} M parameters{chosen_by},
         {row["tokens"] / 1e6:.1f} M tokens, {chosen["ranks"]} ranks as {chosen["nodes"]} nodes,

@@ -121,6 +121,20 @@ def test_no_token(kind):
     assert not any(found[name].any() for name, _ in module.named_parameters())
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_choices_of_no_expert(kind):
+    """Numbers from the experts' on, as of a token beyond a capacity: as if another expert had no weight."""
+    module, stock = made(kind), made(kind)
+    convert_linear_layers(module, COMPUTE)
+    hidden, index, weights = routed(37)
+    dropped = torch.rand(index.shape, generator=torch.Generator().manual_seed(4)) < 0.3
+    found = passed(module, (hidden, index.masked_fill(dropped, EXPERTS), weights))
+    wanted = passed(stock, (hidden, index, weights.masked_fill(dropped, 0.0)))
+    assert dropped.any() and not found["weights"][dropped].any()
+    wanted["weights"] = wanted["weights"].masked_fill(dropped, 0.0)
+    assert all(distance(found[name], wanted[name]) < 0.1 for name in wanted)
+
+
 def test_a_projection_by_hand():
     """Codes with one scale for the stack, and sums over each group's rows in float64."""
     module = made("mixtral")
@@ -208,3 +222,14 @@ def test_experts_of_another_make_stay_as_they_are():
 
     report = convert_linear_layers(torch.nn.ModuleDict({"a": Experts()}), COMPUTE)
     assert list(report.skipped) == ["a"] and "a Experts, which is none of transformers' experts" in report.skipped["a"]
+
+
+def test_a_subclass_with_a_forward_of_its_own_stays_as_it_is():
+    class Tripled(MixtralExperts):
+        def forward(self, *given):
+            return 3 * super().forward(*given)
+
+    module = made("mixtral")
+    module.__class__ = Tripled
+    report = convert_linear_layers(torch.nn.ModuleDict({"a": module}), COMPUTE)
+    assert list(report.skipped) == ["a"] and type(module) is Tripled

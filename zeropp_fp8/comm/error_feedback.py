@@ -107,5 +107,6 @@ class ErrorFeedback:
         residuals = state.get("residuals", state)
         block_size = state.get("block_size", 128)
         if residuals and block_size != self._format.block_size:
-            raise ValueError(f"residuals are in blocks of {block_size}, gradients now in {self._format.block_size}")
+            now = self._format.block_size
+            raise ValueError(f"residuals are in blocks of {block_size}, gradients.block_size is {now}: set it back")
         self._payloads = dict(residuals)

@@ -192,7 +192,7 @@ class ReducePlan:
         """Run the first hop alone, a generator like `run`: write or add the mean over the node to `sums`."""
         per_node, shared = self.topology.ranks_per_node, reduction.shared
         if per_node == 1:
-            for source, total in zip(self.sources(tensors), sums):
+            for source, total in zip(self.sources(tensors), sums, strict=True):
                 total = total[: source.numel()]
                 total.add_(source.view(-1)) if accumulate else total.copy_(source.view(-1))
             if shared is not None:

@@ -22,6 +22,12 @@ from zeropp_fp8.formats.shapes import is_stack
 
 # Set by transformers' `use_experts_implementation`, whose functions are told by them how a class computes.
 _TRAITS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
+_FORWARDS = "transformers.integrations.moe"  # the module whose forward such a class has
+
+
+def of_experts(index: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Choices and their weights; numbers from the experts' on are choices of none, and have no weight."""
+    return index.clamp(max=experts - 1), weights * (index < experts)
 
 
 def packed_experts(module: nn.Module) -> list[Parameter]:
@@ -42,6 +48,9 @@ def projections_of(module: nn.Module) -> dict[str, Parameter]:
     """The packed weights of experts that can compute in low precision, by name; none of other modules."""
     if not all(hasattr(module, trait) for trait in _TRAITS) or getattr(module, "_is_expert_parallel", False):
         return {}
+    forward = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    if forward != _FORWARDS and not isinstance(module, LowPrecisionExperts):
+        return {}  # a subclass with a forward of its own
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     packed = _packed(module)
     return {name: packed[name] for name in names if name in packed} if packed.keys() == set(names) else {}
@@ -102,6 +111,7 @@ class LowPrecisionExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden] of hidden_states [tokens, hidden], through the experts top_k_index [tokens, k], whose
         results are weighted with top_k_weights [tokens, k] and added up."""
+        top_k_index, top_k_weights = of_experts(top_k_index, top_k_weights, self.num_experts)
         chosen, expert_of = top_k_index.shape[-1], top_k_index.reshape(-1)
         groups = Groups.of(expert_of, self.num_experts)
         first, second = self.projections

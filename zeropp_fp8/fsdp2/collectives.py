@@ -26,12 +26,14 @@ class _Planned:
     Attributes:
         numels, names: elements per rank of each tensor, and what its residual goes by.
         is_whole: they are of all trained parameters of the module.
+        sums: of earlier micro-batches, in the node.
     """
 
     plan: ReduceScatterPlan
     numels: list[int]
     names: list[str]
     is_whole: bool
+    sums: list[Tensor] | None = None
 
 
 class _OfAModule:
@@ -94,9 +96,8 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
 
     def __init__(self, host: Host, unit: FSDPUnit, module: FSDPModule) -> None:
         super().__init__(host, unit, module)
-        self._plans: dict[tuple[int, torch.dtype], _Planned] = {}
-        self._sums: list[Tensor] | None = None  # of earlier micro-batches, in the node
-        self._passes = 0  # how many there are
+        self._plans: dict[tuple, _Planned] = {}
+        self._summed: _Planned | None = None  # that of earlier micro-batches, if there are any
 
     def __call__(
         self,
@@ -116,22 +117,22 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             torch.split_with_sizes_copy(input_tensor.view(world, -1), numels, dim=1, out=tensors)
             reduction, results = host.reduction(planned.names), output_tensor.split(numels)
             last = self._module._get_fsdp_state()._state_ctx.is_last_backward
-            if any(member.sharded_param.grad is None for member in self._unit.trained):
-                self._passes = 0  # zero_grad() has dropped them; torch gives each a gradient of zeros before
-            if last and self._passes and not planned.is_whole:
+            dropped = [member.sharded_param.grad is None for member in self._unit.trained]
+            if all(dropped):  # by zero_grad(): torch gives each a gradient of zeros before
+                self._summed = None
+            if any(dropped) or ((last or planned.is_whole) and planned is not self._summed):
                 self.check_finished()
             at_once = not planned.is_whole or plan.topology.nodes == 1
-            if at_once or (last and not self._passes):
+            if at_once or (last and self._summed is None):
                 steps = plan.run(tensors, results, reduction)
             else:
-                self._sums = self._sums or plan.new_sums(torch.float32)
-                steps = plan.sum_in_node(tensors, self._sums, reduction, accumulate=self._passes > 0)
-                self._passes += 1
+                planned.sums = planned.sums or plan.new_sums(torch.float32)
+                steps = plan.sum_in_node(tensors, planned.sums, reduction, accumulate=self._summed is not None)
                 if last:
-                    steps = itertools.chain(steps, plan.spread(self._sums, results, reduction, accumulate=False))
-                    self._passes = 0
+                    steps = itertools.chain(steps, plan.spread(planned.sums, results, reduction, accumulate=False))
                 else:
                     output_tensor.zero_()
+                self._summed = None if last else planned
             for _ in steps:
                 pass
             reduction.first.before_current()
@@ -146,7 +147,7 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
         Raises:
             RuntimeError: no last backward has sent it on. It is the same on all ranks.
         """
-        if self._passes:
+        if self._summed is not None:
             raise RuntimeError(
                 f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others are still inside the node: say "
                 "set_is_last_backward(True) before the last micro-batch, whose backward must reach all trained "
@@ -166,7 +167,7 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
 
     def _planned(self, gradients: Tensor) -> _Planned:
         """The plan of what torch reduces together."""
-        key = gradients.numel(), gradients.dtype
+        key = self._unit.reduced_as(gradients)
         if key not in self._plans:
             session, world = self._host.session, self._host.session.topology.world_size
             numels, exact, names = self._unit.reduced_together(gradients.numel() // world)

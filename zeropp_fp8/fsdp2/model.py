@@ -25,11 +25,7 @@ RECIPES = ("lossless", "zeropp", "zeropp-4bit", "zeropp-exact")
 
 
 def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
-    """(module, torch's parameter group) of all modules that fully_shard was called on.
-
-    Raises:
-        ConfigError: a module has several groups, collectives of another kind, or a tensor subclass that gathers itself.
-    """
+    """(module, torch's parameter group) of all modules that fully_shard was called on."""
     known: set[int] = set()  # modules that were sharded as a list share a group
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -59,11 +55,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
 
 
 def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup, torch.device]:
-    """The process group and the device of all modules.
-
-    Raises:
-        ConfigError: they have none, or several.
-    """
+    """The process group and the device of all modules."""
     if not groups:
         raise ConfigError(
             "zeropp_fp8.fsdp2: call torch's fully_shard on the model first, and apply() after it; parameters that are "
@@ -83,11 +75,7 @@ def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup
 
 
 def _replicas(mesh: DeviceMesh, shards: dist.ProcessGroup, device: torch.device) -> Replicas:
-    """The ranks of other copies.
-
-    Raises:
-        ConfigError: the mesh has more than one dimension, or ranks that share a copy with this one.
-    """
+    """The ranks of other copies."""
     shared = {} if mesh.ndim != 1 else set(mesh.mesh.tolist()) & set(dist.get_process_group_ranks(shards))
     if shared != {dist.get_rank()}:
         raise ConfigError(
@@ -127,8 +115,14 @@ def apply(
     if section.get("enabled") is False:
         return model
     groups = list(_groups_of(model))
-    in_16_bits = any(dtype_of(g, member).itemsize == 2 for _, g in groups for member in g.fsdp_params)
-    config = _resolved({"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, **section}, in_16_bits)
+    dtypes = {dtype_of(g, member) for _, g in groups for member in g.fsdp_params}
+    section = {"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, **section}
+    config = _resolved(section, any(dtype.itemsize == 2 for dtype in dtypes))
+    if config.gradients.error_feedback and torch.float16 in dtypes:
+        raise ConfigError(
+            f'"{SECTION}.gradients.error_feedback": residuals of fp16 gradients are of the loss scale that was; set it '
+            "to false, or compute in bfloat16"
+        )
     group, device = _shared(groups)
     replicas = None if replicate is None else _replicas(replicate, group, device)
     host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device), replicas)
@@ -149,11 +143,7 @@ def apply(
 
 
 def _resolved(section: dict[str, Any], in_16_bits: bool) -> PluginConfig:
-    """The settings of a section for a model that is gathered in 16 bits, or in 32.
-
-    Raises:
-        ConfigError: something of ZeRO-3 must honour it, or it needs 16 bits.
-    """
+    """The settings of a section for a model that is gathered in 16 bits, or in 32."""
     recipe = section["recipe"]
     if recipe not in RECIPES:
         raise ConfigError(

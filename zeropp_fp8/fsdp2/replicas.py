@@ -32,18 +32,22 @@ class MeanOverReplicas:
 
     def __init__(self, host: Host, replicas: Replicas, unit: FSDPUnit, module: FSDPModule) -> None:
         self._host, self._replicas, self._unit, self._module = host, replicas, unit, module
-        self._plans: dict[tuple[int, torch.dtype], tuple] = {}
-        self._earlier: Tensor | None = None
+        self._plans: dict[tuple, tuple] = {}
+        self._earlier: Tensor | None = None  # micro-batches, whose trained parameters are
+        self._summed: tuple = ()
 
     @torch.no_grad()
     def __call__(self, gradients: Tensor) -> None:
-        if any(member.sharded_param.grad is None for member in self._unit.trained):
-            self._earlier = None  # zero_grad() has dropped them
+        dropped = [member.sharded_param.grad is None for member in self._unit.trained]
+        if all(dropped):
+            self._earlier = None
         _, numels, _ = self._planned(gradients)
         is_whole = len(numels) == len(self._unit.trained)
         last = self._module._get_fsdp_state()._state_ctx.is_last_backward and self._unit.group.all_reduce_grads
-        if last and not is_whole:
+        key = self._unit.reduced_as(gradients)
+        if any(dropped) or (last and not is_whole) or (is_whole and key != self._summed):
             self.check_finished()
+        self._summed = key if is_whole else self._summed
         if is_whole and not last:
             zeros = torch.zeros_like(gradients, dtype=torch.float32) if self._earlier is None else self._earlier
             self._earlier = zeros.add_(gradients)
@@ -77,7 +81,7 @@ class MeanOverReplicas:
         way(list(gradients.split(numels)), [f"{name}, copies" for name in names])
 
     def _planned(self, gradients: Tensor) -> tuple[MeanByAllGather | MeanByAllReduce, list[int], list[str]]:
-        key = gradients.numel(), gradients.dtype
+        key = self._unit.reduced_as(gradients)
         if key not in self._plans:
             numels, exact, names = self._unit.reduced_together(gradients.numel())
             shapes = [(n,) if alone else (1, n) for alone, n in zip(exact, numels)]

@@ -84,6 +84,10 @@ class FSDPUnit(SlicedUnit):
         """The members that get gradients."""
         return [member for member in self.members if member.sharded_param.requires_grad]
 
+    def reduced_as(self, gradients: Tensor) -> tuple:
+        """Key of the gradients that torch reduces together: other parameters may be frozen later."""
+        return gradients.numel(), gradients.dtype, *[member.sharded_param.requires_grad for member in self.members]
+
     def reduced_together(self, numel: int) -> tuple[list[int], list[bool], list[str]]:
         """(elements, whether they are sent exactly, names) of the gradients in `numel` elements of this rank.
 

@@ -79,6 +79,12 @@ def test_what_else_reads_and_writes_weights(recipe):
         assert differing == {} and finite
 
 
+def test_a_rank_alone():
+    """A rank may run alone what a script has gathered: nothing is to come, so nothing is to agree on."""
+    for rank, (every, used) in enumerate(run_two(jobs.a_rank_alone)):
+        assert used == every and (used[1] is None) == (rank > 0)
+
+
 @pytest.mark.parametrize("recipe, options", [("zeropp", {}), ("qlora", {"adapt": jobs.adapted})])
 def test_checkpoints(recipe, options):
     for differing in run_two(jobs.saved_and_resumed, recipe=recipe, **options):

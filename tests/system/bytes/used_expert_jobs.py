@@ -90,6 +90,24 @@ def _two_before(running):
         backward(running)
 
 
+def a_rank_alone():
+    """Rank 0's losses in a forward of its own with all weights gathered, with all and with used; of others None."""
+
+    def alone(engine):
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())), torch.no_grad():
+            if dist.get_rank() == 0:
+                tokens = few(1)[0]
+                return engine.module(input_ids=tokens, labels=tokens).loss.item()
+        return None
+
+    found = []
+    for gather in ("all", "used"):
+        spec = Spec(section("lossless", experts={"gather": gather}), model=QWEN)
+        trace = run(spec, [step, see(alone), step], data=few(2))
+        found.append((trace.losses, trace.seen[0]))
+    return found
+
+
 def bytes_of_a_step():
     """(bytes that this rank sends in the forward of a step, all and used; experts that each layer has not brought)."""
     found, unused = [], []

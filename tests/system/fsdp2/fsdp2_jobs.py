@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from zeropp_fp8 import fsdp2
 
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EXACT = {"weights": {"format": "none"}}  # gradients alone are rounded
 WHOLE = {"weights": {"difference": "none"}}
@@ -282,6 +283,30 @@ def micro_batches_cut_short():
     model.set_is_last_backward(True)
     found["left out"] = attempt(lambda: model(data[1]).backward())
     return found
+
+
+def unfrozen_between_steps(recipe, on=None):
+    """Gradients of two micro-batches with other parameters frozen in each step, and what a change between them says."""
+    data = list(batches(2, dist.get_rank()))
+    model = on_copies(recipe, EXACT if recipe else {}) if on == "copies" else sharded()
+    if recipe and on != "copies":
+        fsdp2.apply(model, recipe, **EXACT)
+    optimizer, found = adamw(model, lr=0.0), []
+
+    def accumulate(trained, between=()):
+        for index, (tokens, frozen) in enumerate(zip(data, (trained, between or trained))):
+            for name, param in model.named_parameters():
+                param.requires_grad_(any(part in name for part in frozen))
+            model.set_is_last_backward(index == 1)
+            loss_of(model, tokens).backward()
+        return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    for trained in (["q_proj", "o_proj"], ["k_proj", "o_proj"], ["q_proj", "k_proj", "o_proj"], ["o_proj"]):
+        found.append(accumulate(trained))
+        optimizer.step()
+        optimizer.zero_grad()
+    said = attempt(lambda: accumulate(["q_proj"], ["q_proj", "k_proj"])) if recipe else None
+    return found, said
 
 
 def gradients(recipe=None, change=None, policy=None, skip=(), make=llama):
@@ -570,6 +595,7 @@ def refused():
         "several groups": attempt(lambda: fsdp2.apply(_over_two_meshes())),
         "no nodes": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp-pcie")),
         "added elsewhere": attempt(lambda: fsdp2.apply(sharded(), "zeropp", gradients={"accumulate_in": "world"})),
+        "fp16": attempt(lambda: fsdp2.apply(sharded(FP16), "zeropp", gradients={"error_feedback": True})),
         "off": fsdp2.apply(sharded(), "zeropp", enabled=False) is not None,
         "field": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp", numerics={"every": 5})),
         "unknown": attempt(lambda: fsdp2.apply(sharded(), "zeropp", wheights={})),

@@ -106,6 +106,16 @@ def test_micro_batches_that_are_cut_short():
             assert "are still inside the node: say set_is_last_backward(True)" in found[which], which
 
 
+@pytest.mark.parametrize("on", [None, "copies"])
+def test_parameters_that_are_frozen_between_steps(on):
+    """Sums of micro-batches are of what is trained then; a change between two micro-batches is an error."""
+    stock = run_ranks(jobs.unfrozen_between_steps, recipe=None, on=on)[0][0]
+    for found, said in run_ranks(jobs.unfrozen_between_steps, recipe="zeropp", on=on):
+        for grads, theirs in zip(found, stock):
+            assert_close(grads, theirs)
+        assert ("have not been sent to other copies" if on else "are still inside the node") in said
+
+
 def test_parameters_that_were_loaded_after_sharding():
     for stock, lossless, zeropp in run_two(jobs.loaded_anew):
         assert lossless == stock and zeropp == pytest.approx(stock, rel=1e-2)
@@ -311,6 +321,7 @@ def test_refusals():
         for recipe in ("recipe", "no nodes"):
             assert "is of ZeRO-3, or misspelt" in said[recipe] and "zeropp-4bit, zeropp-exact" in said[recipe]
         assert '"zeropp_fp8.gradients.accumulate_in" is of ZeRO-3' in said["added elsewhere"] and said["off"] is True
+        assert '"zeropp_fp8.gradients.error_feedback": residuals of fp16 gradients' in said["fp16"]
         assert '"zeropp_fp8.numerics" is of ZeRO-3' in said["field"]
         assert "wheights" in said["unknown"] and "did you mean" in said["unknown"]
         assert "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in said["exact in 32 bits"]

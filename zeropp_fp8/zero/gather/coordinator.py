@@ -142,11 +142,7 @@ class UnitCoordinator:
     # -- fetch and release -----------------------------------------------------------------------------------------
 
     def _members(self, module: nn.Module) -> _Members:
-        """The parameters that `module` uses itself; external parameters may be added while it runs.
-
-        Raises:
-            RuntimeError: some parameters are not attached to this engine.
-        """
+        """The parameters that `module` uses itself; external parameters may be added while it runs."""
         if self._units is not self.gatherer.ownership.units:  # another engine has attached some of them
             self._invalidate_trace()
             self._units = self.gatherer.units

@@ -171,15 +171,15 @@ class Routing:
             chosen: int [tokens, k], the experts of each token; numbers from the experts' on are of none.
             comes_back: a backward of this forward will come.
         """
-        units = [unit for unit in self._units if unit.may_send_parts]
-        if self._gatherer.resident or not units:
+        if self._gatherer.resident:
             return
-        session = self._gatherer.session
-        mask = torch.zeros(self._experts + 1, dtype=torch.uint8, device=chosen.device)
-        mask[chosen.reshape(-1).clamp(max=self._experts)] = 1
-        mask = mask[:-1].to(session.device)
-        all_reduce(mask, dist.ReduceOp.MAX, session.topology.group, session.ledger)
-        used = frozenset(mask.nonzero().flatten().tolist())
+        session, used = self._gatherer.session, frozenset(range(self._experts))
+        if any(self._is_to_come(unit) for unit in self._units):  # else a rank may be alone with what is gathered
+            mask = torch.zeros(self._experts + 1, dtype=torch.uint8, device=chosen.device)
+            mask[chosen.reshape(-1).clamp(max=self._experts)] = 1
+            mask = mask[:-1].to(session.device)
+            all_reduce(mask, dist.ReduceOp.MAX, session.topology.group, session.ledger)
+            used = frozenset(mask.nonzero().flatten().tolist())
         if comes_back:
             self._calls += 1
             self._used |= used
@@ -199,10 +199,15 @@ class Routing:
         """No forward that has been will have a backward."""
         self._calls, self._used = 0, frozenset()
 
+    @staticmethod
+    def _is_to_come(unit: InParts) -> bool:
+        """Whether a unit may come in parts, the same on all ranks; not if a script has gathered all of it."""
+        return bool(unit.may_send_parts and (unit.missing or unit.live))
+
     def _want(self, used: frozenset[int]) -> None:
         wanted = None if len(used) == self._experts else used
         for unit in self._units:
-            if not unit.may_send_parts or not (unit.missing or unit.live):  # a script has gathered all of it
+            if not self._is_to_come(unit):
                 continue
             if unit.live or unit.is_pending:
                 if unit.brought is None or (wanted is not None and wanted <= unit.brought):

@@ -101,11 +101,7 @@ def _check_idle(offload: ZeroppOffload) -> None:
 
 
 def _choose(weights: str, offload: ZeroppOffload, values: ResidentValues, codes: ResidentCodes) -> str:
-    """The choice that every rank has memory for. Collective.
-
-    Raises:
-        MemoryError: weights are to stay in a form for which a rank has no memory; on every rank.
-    """
+    """The choice that every rank has memory for. Collective."""
     if weights == "sharded":
         return weights
     needed = {"values": values.num_bytes(), "codes": codes.num_bytes()}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zeropp_fp8.compute.experts import of_experts
+
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_linear import QuantizedStack  # needs Triton, which is loaded on first use
 
@@ -27,6 +29,7 @@ def few_choices(module: nn.Module, stacks: Sequence[QuantizedStack], decoded: Ca
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if top_k_index.numel() > FEW_CHOICES or hidden_states.dtype != first.weight.dtype:
             return decoded(hidden_states, top_k_index, top_k_weights)
+        top_k_index, top_k_weights = of_experts(top_k_index, top_k_weights, module.num_experts)
         x, expert_of = hidden_states, top_k_index.reshape(-1).to(torch.int32)  # as the kernel reads it, once for both
         for stack, name in zip(stacks, names):
             if stack is not first:

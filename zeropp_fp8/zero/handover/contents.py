@@ -115,11 +115,7 @@ class Contents:
                 yield Group(params, partial(_named, [(peft_names[id(param)], param) for param in params]))
 
     def _peft_names(self) -> dict[int, str]:
-        """The names that PEFT saves parameters by, by id.
-
-        Raises:
-            ValueError: there is not one active adapter, or it is more than what PEFT would save of it.
-        """
+        """The names that PEFT saves parameters by, by id."""
         if not hasattr(self._module, "peft_config"):
             raise ValueError(f'{NAME}: weights="adapters" needs a PEFT model, this is a {type(self._module).__name__}')
         from peft import get_peft_model_state_dict

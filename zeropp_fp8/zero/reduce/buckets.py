@@ -178,12 +178,7 @@ class Buckets:
     # -- DeepSpeed's own buckets -------------------------------------------------------------------------------------
 
     def _put_into_deepspeeds(self, params: list[Parameter]) -> None:
-        """Put gradients into DeepSpeed's buckets.
-
-        Raises:
-            RuntimeError: a gradient comes twice in one backward, as with reentrant checkpointing, and the first has
-                been copied into DeepSpeed's buffer.
-        """
+        """Put gradients into DeepSpeed's buckets."""
         stage = self.stage
         for param in params:
             if sharded.key(param) not in self.waiting:
