@@ -75,12 +75,8 @@ def _kind(text: str) -> _Kind:
 
 
 class _ScalingInGraphs:
-    """Stands for a layer's `Scaling` while it is traced: its casts are nodes of the graph.
-
-    Args:
-        kind: of the layer.
-        number, caster: of the layer, and of the one by whose scale its input is cast.
-    """
+    """Stands for a layer's `Scaling` while it is traced: its casts are nodes of the graph. An input has the scale of
+    `caster`, another layer's number."""
 
     def __init__(self, kind: str, number: Tensor, caster: Tensor) -> None:
         self._kind, self._number, self._caster = kind, number, caster

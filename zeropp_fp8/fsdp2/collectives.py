@@ -16,31 +16,26 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan
 from zeropp_fp8.config import ConfigError
 from zeropp_fp8.fsdp2.host import Host
+from zeropp_fp8.fsdp2.micro_batches import MicroBatches
 from zeropp_fp8.fsdp2.unit import FSDPUnit
 
 
 @dataclass
 class _Planned:
-    """How some gradients of a module are reduced.
-
-    Attributes:
-        numels, names: elements per rank of each tensor, and what its residual goes by.
-        is_whole: they are of all trained parameters of the module.
-        sums: of earlier micro-batches, in the node.
-    """
+    """How some gradients of a module are reduced."""
 
     plan: ReduceScatterPlan
-    numels: list[int]
-    names: list[str]
-    is_whole: bool
-    sums: list[Tensor] | None = None
+    numels: list[int]  # per rank
+    names: list[str]  # what residuals go by
+    is_whole: bool  # they are of all trained parameters
+    sums: list[Tensor] | None = None  # of earlier micro-batches, in the node
 
 
 class _OfAModule:
     """Both of them: memory is the allocator's, and the group is the one that all modules share."""
 
-    def __init__(self, host: Host, unit: FSDPUnit, module: FSDPModule) -> None:
-        self._host, self._unit, self._module = host, unit, module
+    def __init__(self, host: Host, unit: FSDPUnit) -> None:
+        self._host, self._unit = host, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -95,9 +90,9 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
     """
 
     def __init__(self, host: Host, unit: FSDPUnit, module: FSDPModule) -> None:
-        super().__init__(host, unit, module)
+        super().__init__(host, unit)
         self._plans: dict[tuple, _Planned] = {}
-        self._summed: _Planned | None = None  # that of earlier micro-batches, if there are any
+        self.earlier = MicroBatches(unit, module, "inside the node: say set_is_last_backward(True)")
 
     def __call__(
         self,
@@ -108,7 +103,8 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         self._check(group)
-        host, world, planned = self._host, group.size(), self._planned(input_tensor)
+        host, world, key, earlier = self._host, group.size(), self._unit.reduced_as(input_tensor), self.earlier
+        planned = self._planned(key, input_tensor)
         plan, numels = planned.plan, planned.numels
         with torch.no_grad(), host.session.ledger.counting("gradients"):
             host.session.ledger.stock_would_send(input_tensor.numel())
@@ -116,23 +112,17 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             tensors = [tensor.view(world, -1) for tensor in whole]
             torch.split_with_sizes_copy(input_tensor.view(world, -1), numels, dim=1, out=tensors)
             reduction, results = host.reduction(planned.names), output_tensor.split(numels)
-            last = self._module._get_fsdp_state()._state_ctx.is_last_backward
-            dropped = [member.sharded_param.grad is None for member in self._unit.trained]
-            if all(dropped):  # by zero_grad(): torch gives each a gradient of zeros before
-                self._summed = None
-            if any(dropped) or ((last or planned.is_whole) and planned is not self._summed):
-                self.check_finished()
-            at_once = not planned.is_whole or plan.topology.nodes == 1
-            if at_once or (last and self._summed is None):
+            last = earlier.begin(key, planned.is_whole)
+            if not planned.is_whole or plan.topology.nodes == 1 or (last and earlier.kept is None):
                 steps = plan.run(tensors, results, reduction)
             else:
                 planned.sums = planned.sums or plan.new_sums(torch.float32)
-                steps = plan.sum_in_node(tensors, planned.sums, reduction, accumulate=self._summed is not None)
+                steps = plan.sum_in_node(tensors, planned.sums, reduction, accumulate=earlier.kept is not None)
                 if last:
                     steps = itertools.chain(steps, plan.spread(planned.sums, results, reduction, accumulate=False))
                 else:
                     output_tensor.zero_()
-                self._summed = None if last else planned
+                earlier.kept = None if last else key
             for _ in steps:
                 pass
             reduction.first.before_current()
@@ -140,19 +130,6 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             factor = self._factor(op, world)
             if factor != 1:
                 output_tensor.mul_(factor)
-
-    def check_finished(self) -> None:
-        """Refuse to go on without what earlier micro-batches have added up in the node.
-
-        Raises:
-            RuntimeError: no last backward has sent it on. It is the same on all ranks.
-        """
-        if self._summed is not None:
-            raise RuntimeError(
-                f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others are still inside the node: say "
-                "set_is_last_backward(True) before the last micro-batch, whose backward must reach all trained "
-                "parameters of the module, or leave set_is_last_backward out"
-            )
 
     def _factor(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world: int) -> float:
         """The number that the mean over ranks is multiplied with."""
@@ -165,9 +142,8 @@ class QuantizedReduceScatter(_OfAModule, ReduceScatter):
             raise ValueError(f"zeropp_fp8.fsdp2: gradients are means or sums here, not {op}")
         return world / divide_by
 
-    def _planned(self, gradients: Tensor) -> _Planned:
+    def _planned(self, key: tuple, gradients: Tensor) -> _Planned:
         """The plan of what torch reduces together."""
-        key = self._unit.reduced_as(gradients)
         if key not in self._plans:
             session, world = self._host.session, self._host.session.topology.world_size
             numels, exact, names = self._unit.reduced_together(gradients.numel() // world)

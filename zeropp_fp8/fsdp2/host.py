@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeropp_fp8.comm import ErrorFeedback, make_topology
@@ -80,10 +81,11 @@ class Host:
         gradients = config.gradients
         self.feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
         self._stepped = self._evaluating = False
+        self._given: list[tuple[Tensor, int]] = []  # parts in state dicts since the last forward, and their versions
         self._progress = ProgressLine(session, config.report.every) if config.report.every else None
         SecondaryShards(session).choose(self.units)
         model.register_forward_pre_hook(self._forward_begins, prepend=True)  # torch's gathers the root's weights
-        model.register_state_dict_post_hook(lambda *_: self._may_be_written())
+        model.register_state_dict_post_hook(lambda module, state, *_: self._gave(state))
         if session.topology.rank == 0 and (replicas is None or replicas.topology.rank == 0):
             print("\n".join(table_of(session, self._rows())), flush=True)
         own = weakref.ref(self)
@@ -123,19 +125,18 @@ class Host:
 
     def _forward_begins(self, *_: Any) -> None:
         evaluating = not torch.is_grad_enabled()
-        if evaluating != self._evaluating:  # moving averages are put in place and taken out through `param.data`
-            self._may_be_written()
+        written, self._given = any(part._version != version for part, version in self._given), []
+        # For an evaluation moving averages may be put in place through `param.data`.
+        for unit in self.units if written or evaluating != self._evaluating else ():
+            self.hops.cancel(unit)
+            unit.changed(by_step=True)
         self._evaluating = evaluating
         self.end_step()
 
-    def _may_be_written(self) -> None:
-        """Weights may have been written where autograd does not see it, such as into a state dict, by a checkpoint.
-
-        With differences it costs few bytes where they have not been.
-        """
-        for unit in self.units:
-            self.hops.cancel(unit)
-            unit.changed(by_step=True)
+    def _gave(self, state: dict[str, Any]) -> None:
+        """Note a state dict: a checkpoint may be loaded into these tensors, which have versions of their own."""
+        parts = (value._local_tensor for value in state.values() if isinstance(value, DTensor))
+        self._given += [(part, part._version) for part in parts]
 
     def end_step(self) -> None:
         """Count a step, if an optimizer has made one since the last call."""

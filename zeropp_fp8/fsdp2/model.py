@@ -127,16 +127,16 @@ def apply(
     replicas = None if replicate is None else _replicas(replicate, group, device)
     host = Host(model, [of_module for _, of_module in groups], Session(config, group, device=device), replicas)
     for (module, _), unit in zip(groups, host.units):
-        module.set_custom_all_gather(QuantizedAllGather(host, unit, module))
+        module.set_custom_all_gather(QuantizedAllGather(host, unit))
         if config.quantizes_gradients:
             reduction = QuantizedReduceScatter(host, unit, module)
-            host.before_step[unit].append(reduction.check_finished)
+            host.before_step[unit].append(reduction.earlier.check_finished)
             module.set_custom_reduce_scatter(reduction)
         else:
             module.set_custom_reduce_scatter(CountedReduceScatter(host))
         if replicas is not None:
             hook = MeanOverReplicas(host, replicas, unit, module)
-            host.before_step[unit].append(hook.check_finished)
+            host.before_step[unit].append(hook.earlier.check_finished)
             module.set_all_reduce_hook(hook)
     object.__setattr__(model, _HOST, host)
     return model
@@ -193,7 +193,6 @@ def wire_report(model: nn.Module, total: bool = False) -> dict:
 def weights_changed(model: nn.Module) -> None:
     """Say on every rank that weights were written through `param.data`, which nothing tells.
 
-    An optimizer's step, writes to parameters (`load_state_dict`, `param.mul_()`), a state dict that was taken, and the
-    change between training and evaluation are seen without it.
+    Steps of optimizers, writes to parameters and into a state dict, and the change to evaluation are seen without it.
     """
     host_of(model).weights_changed()

@@ -20,6 +20,7 @@ from zeropp_fp8.comm.all_gather import gather_through
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, formats_of_hops
 from zeropp_fp8.fsdp2.host import Host, Replicas
+from zeropp_fp8.fsdp2.micro_batches import MicroBatches
 from zeropp_fp8.fsdp2.unit import FSDPUnit
 
 
@@ -31,57 +32,35 @@ class MeanOverReplicas:
     """
 
     def __init__(self, host: Host, replicas: Replicas, unit: FSDPUnit, module: FSDPModule) -> None:
-        self._host, self._replicas, self._unit, self._module = host, replicas, unit, module
+        self._host, self._replicas, self._unit = host, replicas, unit
         self._plans: dict[tuple, tuple] = {}
-        self._earlier: Tensor | None = None  # micro-batches, whose trained parameters are
-        self._summed: tuple = ()
+        where = "in this copy and have not been sent to other copies: say set_is_last_backward(True) and all-reduce"
+        self.earlier = MicroBatches(unit, module, where)
+        self._sums: Tensor | None = None  # of earlier micro-batches
 
     @torch.no_grad()
     def __call__(self, gradients: Tensor) -> None:
-        dropped = [member.sharded_param.grad is None for member in self._unit.trained]
-        if all(dropped):
-            self._earlier = None
-        _, numels, _ = self._planned(gradients)
+        key, earlier = self._unit.reduced_as(gradients), self.earlier
+        _, numels, _ = self._planned(key, gradients)
         is_whole = len(numels) == len(self._unit.trained)
-        last = self._module._get_fsdp_state()._state_ctx.is_last_backward and self._unit.group.all_reduce_grads
-        key = self._unit.reduced_as(gradients)
-        if any(dropped) or (last and not is_whole) or (is_whole and key != self._summed):
-            self.check_finished()
-        self._summed = key if is_whole else self._summed
+        last = earlier.begin(key, is_whole, self._unit.group.all_reduce_grads)
         if is_whole and not last:
-            zeros = torch.zeros_like(gradients, dtype=torch.float32) if self._earlier is None else self._earlier
-            self._earlier = zeros.add_(gradients)
+            zeros = torch.zeros_like(gradients, dtype=torch.float32) if earlier.kept is None else self._sums
+            self._sums, earlier.kept = zeros.add_(gradients), key
             gradients.zero_()
             return
-        if is_whole and self._earlier is not None:
-            gradients.copy_(self._earlier.add_(gradients))
-            self._earlier = None
+        if is_whole and earlier.kept is not None:
+            gradients.copy_(self._sums.add_(gradients))
+            self._sums = earlier.kept = None
         ledger = self._host.session.ledger
         with ledger.counting("gradients"):
             ledger.stock_would_send(2 * gradients.numel(), self._replicas.topology)  # HSDP's all-reduce
-            self._reduce(gradients)
+            way, numels, names = self._planned(key, gradients)
+            way(list(gradients.split(numels)), [f"{name}, copies" for name in names])
         if self._unit.group.gradient_divide_factor is not None:  # of the sum over all copies
             gradients.mul_(self._replicas.topology.nodes)
 
-    def check_finished(self) -> None:
-        """Refuse to go on without what earlier micro-batches have added up.
-
-        Raises:
-            RuntimeError: no last backward has sent it on.
-        """
-        if self._earlier is not None:
-            raise RuntimeError(
-                f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others have not been sent to other copies: "
-                "let the last micro-batch be so, by set_is_last_backward(True) or set_requires_all_reduce(True), and "
-                "reach all trained parameters of the module"
-            )
-
-    def _reduce(self, gradients: Tensor) -> None:
-        way, numels, names = self._planned(gradients)
-        way(list(gradients.split(numels)), [f"{name}, copies" for name in names])
-
-    def _planned(self, gradients: Tensor) -> tuple[MeanByAllGather | MeanByAllReduce, list[int], list[str]]:
-        key = self._unit.reduced_as(gradients)
+    def _planned(self, key: tuple, gradients: Tensor) -> tuple[MeanByAllGather | MeanByAllReduce, list[int], list[str]]:
         if key not in self._plans:
             numels, exact, names = self._unit.reduced_together(gradients.numel())
             shapes = [(n,) if alone else (1, n) for alone, n in zip(exact, numels)]

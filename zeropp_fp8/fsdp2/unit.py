@@ -84,6 +84,11 @@ class FSDPUnit(SlicedUnit):
         """The members that get gradients."""
         return [member for member in self.members if member.sharded_param.requires_grad]
 
+    def gradient_versions(self) -> list[int | None]:
+        """From 1, a number of each trained parameter that changes where its gradient is written; None: it has none."""
+        grads = [member.sharded_param.grad for member in self.trained]
+        return [None if grad is None else 1 + grad._version + grad._local_tensor._version for grad in grads]
+
     def reduced_as(self, gradients: Tensor) -> tuple:
         """Key of the gradients that torch reduces together: other parameters may be frozen later."""
         return gradients.numel(), gradients.dtype, *[member.sharded_param.requires_grad for member in self.members]

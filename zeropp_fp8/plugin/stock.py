@@ -499,9 +499,7 @@ def _of_params(
 ) -> Iterator[str]:
     """Yield what is wrong with the parameters of an object that is one of `made`; if `made` is empty, it is not known.
 
-    Args:
-        judge: the constructor that checks the values of the parameters that it has itself.
-        first: the first parameter of each of `made`, which the engine supplies.
+    `judge`, a constructor, checks the values that it knows; the engine supplies `first`.
     """
     signatures = [list(inspect.signature(each).parameters.values())[1:] for each in [*made, judge]]
     known = {one.name: one.default for each in reversed(signatures) for one in each}

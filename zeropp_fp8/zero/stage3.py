@@ -293,11 +293,7 @@ for _attribute, _names in ANSWERED.items():
 
 
 def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, offload) -> tuple:
-    """(gradients, states, layout) for the configuration; modules that stock does not need are imported on demand.
-
-    Args:
-        offload: DeepSpeed's "offload_optimizer" section.
-    """
+    """(gradients, states, layout) for the configuration; modules that stock does not need are imported on demand."""
     config, gradients, layout = stage.session.config, Partitions(stage), SliceLayout(stage)
     if config.gradients.store_format != "none":
         from zeropp_fp8.zero.states.stored_gradients import StoredGradients

@@ -161,10 +161,14 @@ def copies():
     for each in (model, plain):
         each.load_state_dict(state)
     evaluate("loaded")
+    folder = shared_folder()
+    dcp.save({name: 1.1 * value for name, value in state.items()}, checkpoint_id=folder)
     for each in (model, plain):
-        for value in each.state_dict().values():
-            value.to_local().data.mul_(1.1)  # as torch.distributed.checkpoint does
+        dcp.load(each.state_dict(), checkpoint_id=folder)
     evaluate("into a state dict")
+    if dist.get_rank() == 0:
+        model.state_dict()  # nothing is moved, and nothing written
+    evaluate("looked at by one rank")
     return seen
 
 
@@ -277,6 +281,9 @@ def micro_batches_cut_short():
     optimizer.zero_grad()
     found["dropped"] = ended(model)
     found["second"] = ended(fsdp2.apply(sharded(make=odd), "zeropp", **EXACT))
+    model, optimizer = begun()
+    optimizer.zero_grad(set_to_none=False)
+    found["zeros"] = attempt(lambda: ended(model))
     model, optimizer = begun()
     found["no last"] = attempt(optimizer.step)
     model, _ = begun()

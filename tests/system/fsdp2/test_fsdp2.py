@@ -74,6 +74,7 @@ def test_nodes_keep_copies_until_weights_change():
             "told": True,
             "loaded": True,
             "into a state dict": True,
+            "looked at by one rank": False,
         }
         assert all(ours == plain for _, _, (ours, plain) in seen)
         assert len({losses[0] for _, _, losses in seen}) == 5
@@ -102,6 +103,7 @@ def test_micro_batches_that_are_cut_short():
         for one, other in (("both", "another optimizer"), ("second", "dropped")):
             assert all(torch.equal(grad, found[other][name]) for name, grad in found[one].items()), other
         assert any(not torch.equal(grad, found["second"][name]) for name, grad in found["both"].items())
+        assert "were written between micro-batches" in found["zeros"] and "zero_grad() as it is" in found["zeros"]
         for which in ("no last", "left out"):
             assert "are still inside the node: say set_is_last_backward(True)" in found[which], which
 

@@ -166,11 +166,7 @@ class FrozenLoad:
     # -- what goes into this rank's shards ---------------------------------------------------------------------------
 
     def _parts(self, states: dict, saved_by: int) -> dict[str, Tensor]:
-        """For each frozen parameter the payload, or the slice, that belongs into this rank's shard. Collective.
-
-        Args:
-            states: of the rank `saved_by` of the checkpoint.
-        """
+        """For each frozen parameter the payload, or the slice, that belongs into this rank's shard. Collective."""
         fragments: dict[str, Fragment] = states[FRAGMENTS]
         codes = next((f for f in fragments.values() if isinstance(f, QuantizedFragment)), None)
         ranks = states["dp_world_size"] if codes is None else codes.ranks

@@ -97,11 +97,7 @@ def _replaying(forward: Callable, forget: Callable[[], None]) -> Callable:
 
 
 class _Step:
-    """A decoding step for a cache.
-
-    Attributes:
-        replay: repeats it, once it is recorded.
-    """
+    """A decoding step for a cache; `replay` repeats it, once it is recorded."""
 
     def __init__(self, cache, kwargs: dict[str, Any]) -> None:
         _check_cache(cache)
