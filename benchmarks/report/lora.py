@@ -197,7 +197,8 @@ def lora_loading(large: dict, small: dict) -> str:
         f"""The rank that has most holds {of_largest[0]:.1f} to {of_largest[-1]:.1f} times the largest packed parameter
         ({large["rows"][0]["largest_bytes"] / 1e9:.2f} GB) besides, whatever the files: the target,
         {LOADING_TARGET:g} times the largest file, is {outcomes[0]} with files of {rows[0][1]} GB and {outcomes[1]} with
-        files of {rows[-1][1]} GB."""
+        files of {rows[-1][1]} GB. Two of these copies are transformers', which joins the matrices of experts, and
+        DeepSpeed's, which gathers a parameter that is written."""
     )
     return f"{table(head, rows)}\n\n{said}"
 

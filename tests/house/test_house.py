@@ -28,7 +28,7 @@ LINES = {
     "numerics": 1158,
     "optim": 1185,
     "plan": 1801,
-    "plugin": 1771,
+    "plugin": 1780,
     "zero": 3055,
     "zero/checkpoint": 380,
     "zero/export": 438,

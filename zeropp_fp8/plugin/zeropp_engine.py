@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -61,6 +62,14 @@ class ZeroppEngine(DeepSpeedEngine):
         from zeropp_fp8.plugin.muon import muon_of
 
         return muon_of(self.module, model_parameters, self.optimizer_params() or {})
+
+    def _configure_expert_parallel(self, *args, **kwargs):
+        try:
+            return super()._configure_expert_parallel(*args, **kwargs)
+        except TypeError as error:  # DeepSpeed 0.19.8 in an output recorder of transformers 5.23
+            both = " with ".join(f"{name} {version(name)}" for name in ("deepspeed", "transformers"))
+            said = f'"expert_parallel.enabled": AutoEP does not start in {both} ({error}); install other versions'
+            raise ConfigError(f"{said}, such as transformers 5.17 with DeepSpeed 0.19.8") from error
 
     def _configure_zero_optimizer(self, optimizer):
         from zeropp_fp8.zero.session import Session

@@ -214,6 +214,18 @@ def refused(recipe, experts):
     return attempt(lambda: of(recipe, experts).engine())
 
 
+def not_started():
+    """The error of an engine where DeepSpeed and transformers do not fit; None if these do."""
+    spec, registry = of("zeropp"), type(output_capturing._CAN_RECORD_REGISTRY)
+    if not hasattr(registry, "stock_get"):
+        return None
+    mended, registry.get = registry.get, registry.stock_get
+    try:
+        return attempt(spec.engine)
+    finally:
+        registry.get = mended
+
+
 def refusals(given):
     """Errors of sections, and of what a script asks of an engine."""
     found = {name: attempt(lambda how=how: of("zeropp", **how).engine()) for name, how in given.items()}

@@ -137,6 +137,11 @@ def test_refused():
         assert "AutoEP" in found["hand over"] and "synced_gpus=True" in found["generate"]
 
 
+def test_versions_that_do_not_fit():
+    for said in run_two(jobs.not_started):
+        assert said is None or '"expert_parallel.enabled": AutoEP does not start in deepspeed' in said, said
+
+
 @pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
 def test_refused_where_nodes_share_experts_unevenly(recipe):
     """Of ranks 0, 2 and 4, which have the same experts, two are in the first node of three ranks."""
