@@ -8,7 +8,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from zeropp_fp8.kernels.linear.quantized_linear import FEW_CHOICES
-from zeropp_fp8.zero.generation.experts import few_choices
+from zeropp_fp8.zero.generation.few_choices import few_choices
 
 EXPERTS, SIZES = 5, {"hidden_size": 32, "intermediate_size": 48}
 MAKERS = {

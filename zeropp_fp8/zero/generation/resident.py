@@ -21,7 +21,7 @@ from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Unit
 from zeropp_fp8.zero.generation.adapters import Adapter, with_adapters
 from zeropp_fp8.zero.generation.codes import holds_codes, quantized_weight, take_codes, values_of
-from zeropp_fp8.zero.generation.experts import few_choices
+from zeropp_fp8.zero.generation.few_choices import few_choices
 from zeropp_fp8.zero.generation.layers import multipliable_weights
 
 if TYPE_CHECKING:
