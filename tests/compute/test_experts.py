@@ -2,6 +2,7 @@
 
 import copy
 
+import expert_models
 import pytest
 import torch
 from transformers import GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
@@ -33,13 +34,7 @@ MAKERS = {
 
 
 def made(kind, dtype=torch.float32):
-    experts, config = MAKERS[kind]
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    module = experts(config)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return module.to(dtype)
+    return expert_models.made(MAKERS[kind]).to(dtype)
 
 
 def routed(tokens, dtype=torch.float32):

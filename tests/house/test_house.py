@@ -23,13 +23,13 @@ LINES = {
     "config": 1813,
     "doctor": 1413,
     "formats": 2535,
-    "fsdp2": 1000,
+    "fsdp2": 997,
     "kernels": 5109,
     "numerics": 1158,
     "optim": 1185,
     "plan": 1801,
     "plugin": 1780,
-    "zero": 3055,
+    "zero": 3054,
     "zero/checkpoint": 380,
     "zero/export": 438,
     "zero/frozen": 1285,
@@ -37,7 +37,7 @@ LINES = {
     "zero/generation": 908,
     "zero/handover": 1635,
     "zero/owners": 993,
-    "zero/reduce": 1487,
+    "zero/reduce": 1483,
     "zero/states": 941,
 }
 # What the next features may add to the folders that they touch.
@@ -71,7 +71,7 @@ def test_lines_of_folders():
 
 def test_the_budget():
     """Of the whole package, with what the next features may add; 28,000 lines are the aim without them."""
-    assert sum(LINES.values()) + sum(ALLOWED.values()) <= 37_540
+    assert sum(LINES.values()) + sum(ALLOWED.values()) <= 37_530
 
 
 def test_classes_and_functions():

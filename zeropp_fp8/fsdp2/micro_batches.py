@@ -11,8 +11,7 @@ from zeropp_fp8.fsdp2.unit import FSDPUnit
 class MicroBatches:
     """The micro-batches of one module, which must be of the same parameters; `where` says what sends them on.
 
-    Attributes:
-        kept: the key of these gradients (`FSDPUnit.reduced_as`); None: there are none.
+    `kept` is the key of their gradients (`FSDPUnit.reduced_as`); None: there are none.
     """
 
     def __init__(self, unit: FSDPUnit, module: FSDPModule, where: str) -> None:
@@ -21,25 +20,24 @@ class MicroBatches:
         self._versions: list[int | None] = []
 
     def begin(self, key: tuple, is_whole: bool, may_be_last: bool = True) -> bool:
-        """Whether gradients that are about to be reduced, maybe `is_whole` of the module's, are the last micro-batch's.
-
-        Raises:
-            RuntimeError: what is kept cannot be added to them. It is the same on all ranks.
-        """
-        versions = self._unit.gradient_versions()
+        """Return whether this micro-batch is the last; RuntimeError, on all ranks, if what is kept cannot take it."""
         last = self._module._get_fsdp_state()._state_ctx.is_last_backward and may_be_last
+        if self.kept is not None:
+            self._compare(self._unit.gradient_versions(), key, is_whole or last)
+        if not last:
+            Variable._execution_engine.queue_callback(self._backward_ends)
+        return last
+
+    def _compare(self, versions: list[int | None], key: tuple, adds: bool) -> None:
         if not any(versions):  # by zero_grad(): torch gives each trained parameter a gradient before
             self.kept = None
-        if (last or is_whole) and key != self.kept:
+        elif adds and key != self.kept:
             self.check_finished()
-        if self.kept is not None and versions != self._versions:
+        elif versions != self._versions:
             raise RuntimeError(
                 f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others were written between micro-batches, "
                 "and some are kept elsewhere: write them after the last, and give them up by zero_grad() as it is"
             )
-        if not last:
-            Variable._execution_engine.queue_callback(self._backward_ends)
-        return last
 
     def _backward_ends(self) -> None:
         self._versions = self._unit.gradient_versions()

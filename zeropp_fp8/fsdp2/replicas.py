@@ -34,14 +34,14 @@ class MeanOverReplicas:
     def __init__(self, host: Host, replicas: Replicas, unit: FSDPUnit, module: FSDPModule) -> None:
         self._host, self._replicas, self._unit = host, replicas, unit
         self._plans: dict[tuple, tuple] = {}
-        where = "in this copy and have not been sent to other copies: say set_is_last_backward(True) and all-reduce"
+        where = "here and have not been sent to other copies: say set_is_last_backward, set_requires_all_reduce(True)"
         self.earlier = MicroBatches(unit, module, where)
         self._sums: Tensor | None = None  # of earlier micro-batches
 
     @torch.no_grad()
     def __call__(self, gradients: Tensor) -> None:
         key, earlier = self._unit.reduced_as(gradients), self.earlier
-        _, numels, _ = self._planned(key, gradients)
+        way, numels, names = self._planned(key, gradients)
         is_whole = len(numels) == len(self._unit.trained)
         last = earlier.begin(key, is_whole, self._unit.group.all_reduce_grads)
         if is_whole and not last:
@@ -55,7 +55,6 @@ class MeanOverReplicas:
         ledger = self._host.session.ledger
         with ledger.counting("gradients"):
             ledger.stock_would_send(2 * gradients.numel(), self._replicas.topology)  # HSDP's all-reduce
-            way, numels, names = self._planned(key, gradients)
             way(list(gradients.split(numels)), [f"{name}, copies" for name in names])
         if self._unit.group.gradient_divide_factor is not None:  # of the sum over all copies
             gradients.mul_(self._replicas.topology.nodes)

@@ -1,5 +1,6 @@
 """The forward of packed experts for few tokens, with stacks of ordinary numbers, beside transformers' own."""
 
+import expert_models
 import pytest
 import torch
 from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
@@ -31,12 +32,7 @@ class Stack:
 
 
 def made(kind):
-    experts, config = MAKERS[kind]
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    module = experts(config)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    module = expert_models.made(MAKERS[kind])
     first = "gate_up_proj" if module.has_gate else "up_proj"
     weights = [getattr(module, name).detach() for name in (first, "down_proj")]
     return module, [Stack(w.transpose(1, 2) if module.is_transposed else w) for w in weights]

@@ -208,10 +208,8 @@ class Buckets:
 
 
 def _message(grads: Sequence[Tensor], sizes: Sequence[int], world_size: int) -> Tensor:
-    """Lay gradients out as DeepSpeed does, flat: for each rank its slices of all of them, with padding at the ends.
-
-    A single gradient without padding is its own message.
-    """
+    """Lay gradients out as DeepSpeed does, flat: for each rank its slices of all of them, with padding at the ends. A
+    single gradient without padding is its own message."""
     flat = [grad.view(-1) for grad in grads if grad.numel()]
     if len(flat) == 1 and flat[0].numel() == world_size * sum(sizes):
         return flat[0]

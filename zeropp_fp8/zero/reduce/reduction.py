@@ -256,9 +256,7 @@ class Reduction(StagePart):
 
 def _numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.dtype) -> int:
     """Return the number of elements of this rank's sums of `dtype`; 0: every backward reduces its gradients to the end.
-
-    Collective if memory decides. The model's parameters are ZeRO-3's or not yet.
-    """
+    Collective if memory decides."""
     gradients, topology = session.config.gradients, session.topology
     if not session.config.reduces_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
         return 0
