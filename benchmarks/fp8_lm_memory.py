@@ -24,7 +24,7 @@ from benchmarks.harness.command import (
     cut_into_nodes,
 )
 from benchmarks.harness.engines import BASE, SECTIONS, STOCK, made
-from benchmarks.harness.measuring import live_bytes, random_tokens
+from benchmarks.harness.measuring import live_bytes, random_tokens, stored_bytes
 from benchmarks.harness.question import Question, runs_apart
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell, verdict
@@ -64,12 +64,9 @@ def measure(run: str, args, device: torch.device) -> dict:
         "states_bytes": states,
         "rest_bytes": rest,
         "peak_bytes": None if peak is None else peak_of_all,
-        "codes_bytes": None,
+        "codes_bytes": stored_bytes(optimizer) or None,
         "losses": losses,
     }
-    parts = [getattr(optimizer, name, None) for name in ("states", "store")]
-    if any(parts):
-        row["codes_bytes"] = sum(part.num_bytes() for part in parts if part is not None)
     for name in ("weights", "states", "rest", "peak", "codes"):
         size = row[f"{name}_bytes"]
         row[f"{name}_per_parameter"] = None if size is None else size / shard

@@ -57,6 +57,13 @@ class Meter:
         return torch.cuda.max_memory_allocated() - self.found if self._device.type == "cuda" else None
 
 
+def stored_bytes(optimizer) -> int:
+    """Bytes of reduced gradients, master weights and moments in the plugin's own stores, 0 where it has none."""
+    names = (("gradients", "store"), ("states", "compressed"))
+    stores = (getattr(getattr(optimizer, part, None), name, None) for part, name in names)
+    return sum(store.num_bytes() for store in stores if store is not None)
+
+
 def random_tokens(vocabulary: int, micro_batch: int, length: int, device: torch.device) -> Iterator[Tensor]:
     """int64 [micro_batch, length], the same in every run; different ones on every rank."""
     generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())

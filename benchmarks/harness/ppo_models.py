@@ -198,14 +198,11 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _state_bytes(optimizer: DeepSpeedZeroOptimizer_Stage3) -> int:
     """Of master weights, reduced gradients and moments, in the optimizer's own tensors or the plugin's stores."""
-    names = (("gradients", "store"), ("states", "compressed"))
-    store, states = (getattr(getattr(optimizer, part, None), name, None) for part, name in names)
     kept = list(optimizer.fp32_partitioned_groups_flat)
     kept += [x for state in optimizer.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
-    if store is None:
+    if getattr(getattr(optimizer, "gradients", None), "store", None) is None:
         kept += getattr(optimizer, GRAD_PARTITIONS).values()
-    in_stores = sum(part.num_bytes() for part in (store, states) if part is not None)
-    return sum(_storages(kept).values()) + in_stores
+    return sum(_storages(kept).values()) + stored_bytes(optimizer)
 
 
 def _secondary_shards(engine) -> Iterable[Tensor]:
