@@ -43,7 +43,7 @@ def fp8_linear_says(result: dict, casts: dict) -> str:
     assert block == gemms["block"]
     ours = [row["share_of_copy"] for row in casts["rows"] if is_a_cast(row["cast"])]
     return paragraph(
-        f"""The GEMMs alone reach {others[0]:.1f} to {others[-1]:.1f} times bf16, with `block` {block:.1f} times (cuBLAS
+        f"""The GEMMs alone reach {others[0]:.2f} to {others[-1]:.2f} times bf16, with `block` {block:.2f} times (cuBLAS
         multiplies two operands with 1 x 128 blocks at the speed of bf16). Casts take the rest; they move
         {100 * min(ours):.0f} to {100 * max(ours):.0f} % of a copy's bytes per second (`benchmarks.casts`)."""
     )
