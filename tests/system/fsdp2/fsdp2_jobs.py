@@ -598,6 +598,7 @@ def refused():
         "copies": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp)),
         "same copy": attempt(lambda: fsdp2.apply(sharded(mesh=hsdp["shard"]), replicate=hsdp["shard"])),
         "symmetric memory": attempt(lambda: fsdp2.apply(_with_memory_of_the_group())),
+        "later": attempt(lambda: twice.set_allocate_memory_from_process_group_for_comm(True)),
         "recipe": attempt(lambda: fsdp2.apply(sharded(BF16), "fp8-lm")),
         "several groups": attempt(lambda: fsdp2.apply(_over_two_meshes())),
         "no nodes": attempt(lambda: fsdp2.apply(sharded(BF16), "zeropp-pcie")),

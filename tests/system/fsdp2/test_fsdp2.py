@@ -315,6 +315,7 @@ def test_refusals():
         assert said["copies print once"].count("over copies") == (rank == 0)
         assert "call torch's fully_shard on the model first" in said["not sharded"]
         assert "SimpleFSDP" in said["not sharded"] and "set_symm_mem_for_comm" in said["symmetric memory"]
+        assert "when all gather comm is custom" in said["later"], "torch itself refuses it after apply()"
         assert "apply() was called on this model before" in said["twice"]
         assert "give fully_shard a mesh of one dimension" in said["HSDP"]
         assert all("replicate must be a mesh of one dimension" in said[each] for each in ("copies", "same copy"))
