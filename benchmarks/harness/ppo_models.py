@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 import zeropp_fp8
 from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.lora import LORA_RANK, adamw
-from benchmarks.harness.measuring import random_tokens
+from benchmarks.harness.measuring import random_tokens, stored_bytes
 from benchmarks.harness.sizes import Size
 from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS
 
