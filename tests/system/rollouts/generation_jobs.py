@@ -132,6 +132,49 @@ def grown_since(before):
     return grown
 
 
+def _kinds_of_adapters():
+    """(whether embeddings are tied, PEFT's configuration) of adapters that PEFT cannot merge as generation needs it."""
+    import peft
+
+    lora = partial(peft.LoraConfig, r=4, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+    return {
+        "embedding": (True, lora(target_modules=["embed_tokens", "q_proj"])),
+        "head": (True, lora(target_modules=["lm_head", "q_proj"])),
+        "bias": (False, lora(lora_bias=True)),
+        "aLoRA": (False, lora(alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM")),
+        "norms": (False, peft.LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"])),
+        "IA3": (False, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False)),
+    }
+
+
+def kinds_of_adapters(recipe):
+    """By kind and way, under inference mode: the error of logits; after all, that of training's, names, a loss."""
+    import peft
+
+    found = {}
+    for kind, (tied, config) in _kinds_of_adapters().items():
+
+        def adapted(model, config=config):
+            torch.manual_seed(3)
+            model = peft.get_peft_model(model, config)
+            for param in (param for param in model.parameters() if param.requires_grad):
+                param.data += 0.05 * torch.randn_like(param)
+            return model
+
+        engine = Spec(section(recipe), "fp32", model=partial(llama, tie=tied), adapted=adapted).engine()
+        names = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        expected, errors = logits_of(engine.module, 0), {}
+        for way in ("values", "codes", "sharded"):
+            with torch.inference_mode(), zeropp_fp8.generation(engine, weights=way) as model:
+                errors[way] = (logits_of(model, 0) - expected).abs().max().item()
+                greedy(model, max_new_tokens=2)
+        errors["after"] = (logits_of(engine.module, 0) - expected).abs().max().item()
+        same_names = names == [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        found[kind] = errors, same_names, train(engine, 1)[0]
+        engine.destroy()
+    return found
+
+
 def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("values", False),), dtype="fp32", **more):
     """Train, generate in several ways, train on; beside it a model without DeepSpeed that has the same weights."""
     engine = engine_of(fields, recipe, lora, dtype, **more)

@@ -100,6 +100,14 @@ def test_adapters_that_change_inside():
         )
 
 
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
+def test_adapters_that_are_not_merged(recipe):
+    """As training computes them: of tied weights the other end is as it was, and modules stay where they are."""
+    for found in run_two(jobs.kinds_of_adapters, recipe=recipe):
+        for kind, (errors, same_names, loss) in found.items():
+            assert max(errors.values()) < 1e-5 and same_names and loss < 10, (kind, errors)
+
+
 def test_adapters_on_parameters():
     """PEFT's `target_parameters` compute another weight at each call, which the layer's own forward multiplies with."""
     for found, of_adapter in run_two(jobs.on_parameters, ways=ALL_WAYS):

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.generation.adapters import direct_forward
-from zeropp_fp8.zero.generation.layers import expert_layers, linear_layers, lora_layers
+from zeropp_fp8.zero.generation.layers import expert_layers, layers_to_merge, linear_layers, lora_layers
 from zeropp_fp8.zero.generation.replayed import STATIC, check_replayable, replayed
 from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues
 from zeropp_fp8.zero.holders import engine_of
@@ -42,7 +42,7 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
     gatherer, module = offload.gatherer, engine.module
     if graph:
         check_replayable(module, offload.session.device)
-    layers = _layers_to_merge(module) if merge_adapters else []
+    layers = layers_to_merge(module) if merge_adapters else []
     written = [param for layer in layers for param in layer.get_base_layer().parameters(recurse=False)]
     values, codes = ResidentValues(gatherer, written), ResidentCodes(gatherer, module)
     chosen = {"values": values, "codes": codes, "sharded": None}[_choose(weights, offload, values, codes)]
@@ -64,7 +64,7 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
         if chosen is not None:
             gatherer.resident = True
             stack.callback(setattr, gatherer, "resident", False)
-            stack.callback(chosen.release)
+            stack.callback(torch.inference_mode(False)(chosen.release))  # what is left serves training
             with torch.inference_mode(False), torch.no_grad(), offload.session.ledger.counting(OUTSIDE):
                 chosen.gather()
             stack.enter_context(_hooks_aside(offload))
@@ -229,12 +229,6 @@ def _direct_layers(module: nn.Module, resident: ResidentValues | ResidentCodes) 
             layer.__dict__.pop("forward", None)
 
 
-def _layers_to_merge(module: nn.Module) -> list[nn.Module]:
-    """PEFT layers with adapters that are in use."""
-    layers = [m for m in module.modules() if hasattr(m, "get_base_layer") and hasattr(m, "merged_adapters")]
-    return [m for m in layers if not m.merged and not m.disable_adapters]
-
-
 @contextlib.contextmanager
 def _adapters_merged(layers: list[nn.Module]) -> Iterator[None]:
     """Active adapters merged by PEFT into the values that are resident, which are dropped afterwards.
@@ -243,11 +237,11 @@ def _adapters_merged(layers: list[nn.Module]) -> Iterator[None]:
     """
     kept: list[tuple[Parameter, Tensor]] = []
     try:
-        for layer in layers:
-            base = layer.get_base_layer()
-            for param in base.parameters(recurse=False):
-                _let_own_values(param, kept)
-            layer.merge()
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in layers:
+                for param in layer.get_base_layer().parameters(recurse=False):
+                    _let_own_values(param, kept)
+                layer.merge()
         yield
     finally:
         for layer in layers:

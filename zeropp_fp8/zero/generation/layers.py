@@ -50,14 +50,38 @@ def lora_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield layer
 
 
+def layers_to_merge(module: nn.Module) -> list[nn.Module]:
+    """Layers whose active LoRA or DoRA PEFT adds to weights that only they read.
+
+    Others compute their adapters as in training. PEFT cannot merge some (aLoRA, a bias that the layer lacks), swaps
+    modules for others (LN Tuning), and of tied weights the other end would compute with the adapter too.
+    """
+    lora, users = sys.modules.get("peft.tuners.lora.layer"), _users(module)
+    layers = [m for m in module.modules() if lora is not None and isinstance(m, lora.LoraLayer)]
+    return [m for m in layers if not m.merged and not m.disable_adapters and _can_be_merged(m, users)]
+
+
+def _can_be_merged(layer: nn.Module, users: Counter[int]) -> bool:
+    base = layer.get_base_layer()
+    params = {name: param for name, param in base._parameters.items() if param is not None}
+    variants = getattr(layer, "lora_variant", {})
+    plain = all("Dora" in type(variants[name]).__name__ for name in layer.active_adapters if name in variants)
+    has_bias = "bias" in params or not any(layer.lora_bias.get(name) for name in layer.active_adapters)
+    return plain and has_bias and getattr(base, "groups", 1) == 1 and all(users[id(p)] == 1 for p in params.values())
+
+
+def _users(module: nn.Module) -> Counter[int]:
+    """By id of a parameter, the modules that have it."""
+    return Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+
+
 def multipliable_weights(module: nn.Module) -> set[int]:
     """id of each weight that is read by the forward of one linear layer, or of packed experts, only.
 
     A PEFT layer reads its adapters' weights. The weight of the layer within it, plain LoRA leaves to that layer; DoRA
     and other adapters read it.
     """
-    users = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
-    read = set()
+    users, read = _users(module), set()
     for layer in module.modules():
         if hasattr(layer, "get_base_layer"):
             base = layer.get_base_layer()

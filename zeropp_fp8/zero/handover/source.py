@@ -193,13 +193,14 @@ class WeightSource:
         """Let parameters be as training computes with them. Collective."""
         gatherer = self._gatherer
         idle = [unit for unit in units_of(params) if unit.missing]
-        with gatherer.session.ledger.counting(OUTSIDE):
+        with torch.inference_mode(False), gatherer.session.ledger.counting(OUTSIDE):
             gatherer.gather_now(params)
         try:
             yield
         finally:
-            for unit in idle:
-                sharded.known(unit.params[0]).wire.owner.release(unit)  # a later engine may have the model
+            with torch.inference_mode(False):  # what is left serves training
+                for unit in idle:
+                    sharded.known(unit.params[0]).wire.owner.release(unit)  # a later engine may have the model
 
     def _encoded(self, weight: Weight) -> list[tuple[str, Tensor]]:
         if self._float8 is not None and weight.module in self._float8 and weight.tensor.dim() == 2:
