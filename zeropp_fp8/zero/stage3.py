@@ -254,6 +254,10 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         saved = torch.load(path, weights_only=False, mmap=True)[OPTIMIZER_STATE_DICT]["param_groups"]
         for group, options in zip(self.optimizer.param_groups, saved if len(saved) == len(own) else own):
             group.update((key, value) for key, value in options.items() if key != "params")
+        # It gives every sub-group one tensor of steps, to which each of them would add.
+        for state in (state for state in self.optimizer.state.values() if torch.is_tensor(state.get("step"))):
+            state["step"] = state["step"].clone()
+        self.states.loaded()
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights) -> None:
         takes_back = self.states.expanded(takes_back=True, with_states=False)

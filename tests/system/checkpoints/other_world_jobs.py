@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import torch.distributed as dist
 from frozen_jobs import with_lora
 from models import batches, full_weights, llama, section
-from running import Spec, evaluated, same, trained
+from running import Spec, evaluated, same, trained, universal
 
 LOADS = {
     "all": {},
@@ -53,6 +54,29 @@ def load(folder, recipe, fields):
             engine.destroy()
             engine = None
     return results
+
+
+def by_dimensions(params):
+    """AdamW with a group for matrices and one for norms, as Trainer makes it."""
+    groups = [[p for p in params if (len(getattr(p, "ds_shape", p.shape)) > 1) is many] for many in (True, False)]
+    decays = (0.1, 0.0)
+    return torch.optim.AdamW([{"params": g, "weight_decay": d} for g, d in zip(groups, decays)], lr=1e-2)
+
+
+def of_a_universal_checkpoint(folder, first, steps, sub_group_size, save_as=None):
+    """Losses of steps from `first` on, all ranks on the same data, and weights; resumed unless it is the first step."""
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": sub_group_size}}
+    config["checkpoint"] = {"load_universal": first > 0}
+    engine = Spec(section("lossless", ranks_per_node=1), config=config, optimizer=by_dimensions).engine()
+    if first:
+        engine.load_checkpoint(folder, tag="universal")
+    losses = trained(engine, list(batches(first + steps, 0))[first:])
+    if save_as:
+        engine.save_checkpoint(folder, tag=save_as)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            universal(folder, save_as)
+    return losses, full_weights(engine.module)
 
 
 def load_a_part(folder, recipe, fields):

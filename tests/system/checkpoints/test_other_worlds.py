@@ -1,7 +1,10 @@
 """Every recipe's checkpoint on more and on fewer ranks: loaded, or refused on every rank by one message."""
 
+import functools
+
 import other_world_jobs as jobs
 import pytest
+import torch
 from ranks import run_ranks
 from thinning import thinned
 
@@ -39,6 +42,18 @@ def test_more_or_fewer_ranks_than_saved(name, saved, ranks, tmp_path):
                 assert result == pytest.approx(expected, rel=2e-3), (way, results)
             elif way == "all" or not loads:
                 assert is_refusal(result, saved, ranks), (way, results)
+
+
+@pytest.mark.parametrize("sub_group_size", [10**9, 2000])
+def test_a_universal_checkpoint_goes_on(sub_group_size, tmp_path):
+    """As if nothing had been: each sub-group counts its own steps, in two groups of parameters or in many parts."""
+    run = functools.partial(run_ranks, jobs.of_a_universal_checkpoint, ranks_per_node=1, sub_group_size=sub_group_size)
+    whole, weights = run(world=2, folder=str(tmp_path), first=0, steps=6)[0]
+    run(world=2, folder=str(tmp_path), first=0, steps=3, save_as="three")
+    resumed, found = run(world=1, folder=str(tmp_path), first=3, steps=3)[0]
+    assert resumed == pytest.approx(whole[3:], rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
 
 
 def test_a_file_that_cannot_be_read_or_is_missing(tmp_path):
