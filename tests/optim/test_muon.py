@@ -96,13 +96,23 @@ def test_stacks_and_convolutions():
     """Packed experts as each expert alone, as DeepSpeed has it; a convolution with a filter per row."""
     generator = torch.Generator().manual_seed(0)
     experts, filters = torch.randn(4, 24, 16, generator=generator), torch.randn(16, 3, 2, 2, generator=generator)
-    for weight, alone in ((experts, list(experts)), (filters, [filters.flatten(1)])):
+    last = filters.to(memory_format=torch.channels_last)
+    for weight, alone in ((experts, list(experts)), (filters, [filters.flatten(1)]), (last, [filters.flatten(1)])):
         params = [torch.nn.Parameter(each.clone()) for each in (weight, *alone)]
         for param in params:
             param.grad = param.detach().cos()
         Muon(params).step()
         expected = torch.stack([param.detach() for param in params[1:]]).view_as(weight)
         torch.testing.assert_close(params[0].detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_nothing_at_all(shape):
+    params = [torch.nn.Parameter(torch.ones(each)) for each in (shape, (4, 4))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    Muon(params).step()
+    assert params[1].detach().max() < 1
 
 
 @pytest.mark.parametrize("limit", [1, 3000, 1 << 24])

@@ -174,7 +174,7 @@ class MuonUpdate(Update):
     ) -> Computed:
         momentum = states[0].lerp(grad, 1 - options["momentum"])
         moved = grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
-        moved = moved.view(-1, *matrix_shape(weight.shape[1:]))
+        moved = moved.reshape(-1, *matrix_shape(weight.shape[1:]))  # channels_last has other strides
         dtype = product_dtype(weight.device, options["method"])
 
         def direction(matrices: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             update = UPDATES["Muon"].of_group(group)
             options = update.options(self, group)
-            for param in (param for param in group["params"] if param.grad is not None):
+            for param in (param for param in group["params"] if param.grad is not None and param.numel()):
                 if is_vector(param.shape) and not update.takes_vectors:
                     raise ValueError(f"{tuple(param.shape)} is no matrix; {NO_MATRIX}")
                 state = self.state[param]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from handover_jobs import attempt, bits, copied, engine_of
+from handover_jobs import attempt, bits, copied, engine_of, over
 from models import train
 from stand_in import Trainer
+from torch import nn
 
 import zeropp_fp8
 from tests.places import ROOT, TESTS
-from zeropp_fp8.handover import FolderTransfer, Transfer, Updates, WeightSource
+from zeropp_fp8.handover import Changes, FolderTransfer, Transfer, Updates, WeightSource
 from zeropp_fp8.receiving import MissedUpdate, Receiver, catch_up
 
 
@@ -67,6 +69,33 @@ def what_updates_hold(cases):
         found[case] = rounds, outside, sum(tensor.nbytes for tensor in copied(source).values())
         engine.destroy()
     return found
+
+
+class Normed(nn.Module):
+    """A batch norm, of whose numbers each rank has its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).square().mean()
+
+
+def buffers():
+    """Whether those of a receiver and of patches are the first rank's, after a step on data of each rank."""
+    engine = over(Normed())
+    loss = engine(torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank())))
+    engine.backward(loss)
+    engine.step()
+    source = WeightSource(engine)
+    receiver, patched = Receiver(), {}
+    for update in filter(None, Updates(source)):
+        receiver.apply(update)
+    for patch in itertools.chain.from_iterable(Changes(source)):
+        patched.setdefault(patch.name, torch.zeros(patch.shape, dtype=patch.values.dtype))
+        patched[patch.name].view(-1)[patch.indices.long()] = patch.values
+    return equal(receiver.weights, source), equal(patched, source), engine.module.norm.running_mean.tolist()
 
 
 # -- to another process ----------------------------------------------------------------------------------------------

@@ -290,7 +290,7 @@ def failures():
 
 
 def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 # -- TRL -------------------------------------------------------------------------------------------------------------

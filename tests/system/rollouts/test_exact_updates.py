@@ -36,6 +36,12 @@ def test_what_updates_hold():
             assert outside == 0, "nothing is gathered, and nothing has changed"
 
 
+def test_buffers():
+    """Those of the first rank, as in checkpoints, and not a part of each rank's."""
+    (updates, changes, here), (_, _, there) = run_two(jobs.buffers)
+    assert updates and changes and here != there
+
+
 def test_to_another_process(tmp_path):
     """An engine holds what was handed over; a step costs no more than its differences."""
     found, others = run_two(jobs.to_a_stand_in, folder=str(tmp_path))

@@ -52,6 +52,16 @@ def test_from_any_version(written):
         assert catch_up(written.folder, receiver) == 6
 
 
+def test_a_folder_that_was_made_anew(written, tmp_path_factory):
+    """Another trainer's weights come, though its versions have the same numbers."""
+    receiver, another = Receiver(), Written(tmp_path_factory.mktemp("another"))
+    another.versions[1] = stepped(another.versions[1], another.generator)
+    another.whole()
+    written.go_on()
+    for each in (written, another):
+        assert catch_up(str(each.folder), receiver) == 2 and each.follows(receiver)
+
+
 def test_it_takes_no_more_than_it_needs(written, monkeypatch):
     """Differences where they lead on, all weights where they are newer than what is here."""
     receiver, applied = Receiver(), []

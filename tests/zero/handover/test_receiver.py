@@ -172,6 +172,18 @@ def test_weights_of_a_model(story):
         Receiver({"b": torch.zeros(5000)}).apply(first[0]._replace(header=replace(first[1].header, number=0)))
 
 
+def test_tied_weights():
+    """They are one tensor of a trainer too, or refused: one of them would have the numbers of the other."""
+    weight = torch.zeros(5)
+    receiver, named = Receiver({"a": weight, "b": weight}), {"a": torch.ones(5), "b": torch.full((5,), 2.0)}
+    for update in Trainer().updates([{"a": named["a"]}]):
+        receiver.apply(update)
+    assert weight.tolist() == [1.0] * 5
+    with pytest.raises(ValueError, match="a and b came with numbers of their own, and are one tensor here: untie them"):
+        for update in Trainer().updates([{name: tensor} for name, tensor in named.items()]):
+            receiver.apply(update)
+
+
 def test_an_engine_s_process_needs_no_deepspeed():
     script = "import sys, zeropp_fp8.receiving; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -72,6 +72,11 @@ class Contents:
         for parts in groups(self._model, self._blocks):
             yield self._group([_without_adapter(part) for part in parts] if base else parts)
 
+    def buffers(self) -> set[str]:
+        """The names of buffers, of which each rank has its own."""
+        parts = (part for parts in groups(self._model, self._blocks) for part in parts)
+        return {f"{p.prefix}{key}" for p in parts for key, _ in p.inner.named_buffers(recurse=p.is_adapter)}
+
     def _group(self, parts: list[Part]) -> Group:
         exact, operands, shards = [], [], []
         for part in parts:

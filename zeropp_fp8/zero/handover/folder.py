@@ -19,6 +19,11 @@ from zeropp_fp8.zero.handover.update import Header, Update, sent_tensors
 WANTED = "wanted"  # a file by which an engine asks for all weights
 
 
+def as_path(folder: Path | str) -> Path:
+    """The path of a text; others, such as of a store in the cloud, stay as they are."""
+    return Path(folder) if isinstance(folder, str) else folder
+
+
 def listed(folder: Path) -> list[int]:
     """The versions in a folder, in their order."""
     return sorted(int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit())
@@ -68,10 +73,12 @@ def delete(folder: Path, version: int) -> None:
         _file(folder, header).unlink(missing_ok=True)
 
 
-def _way(folder: Path, here: int | None) -> list[list[Header]] | None:
+def _way(folder: Path, receiver: Receiver) -> list[list[Header]] | None:
     """The versions to apply in order to have the newest one: from the last whole one, or the one that is here, on."""
-    versions, way = listed(folder), []
+    versions, way, here = listed(folder), [], receiver.version
     version = max(versions, default=0)
+    if version == here and [header.checksum for header in headers_of(folder, here)] != receiver.checksums:
+        here = None  # another trainer's, in a folder made anew
     while version not in (0, here):
         if version not in versions:
             return None
@@ -82,7 +89,7 @@ def _way(folder: Path, here: int | None) -> list[list[Header]] | None:
     return way
 
 
-def catch_up(folder: Path, receiver: Receiver) -> int | None:
+def catch_up(folder: Path | str, receiver: Receiver) -> int | None:
     """Apply what a folder has beyond a receiver's version: differences where they follow it, else all weights first.
 
     Returns:
@@ -93,7 +100,7 @@ def catch_up(folder: Path, receiver: Receiver) -> int | None:
             are asked for then, and come with the next version.
         FileNotFoundError: the trainer has deleted what was being read; call it again.
     """
-    way = _way(folder, receiver.version)
+    way = _way(folder := as_path(folder), receiver)
     try:
         if way is None:
             raise MissedUpdate(f"{folder} does not lead from version {receiver.version} to {listed(folder)[-1]}")

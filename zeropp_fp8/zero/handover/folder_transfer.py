@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.zero.export.lockstep import Lockstep
-from zeropp_fp8.zero.handover.folder import WANTED, delete, headers_of, is_whole, listed, write_version
+from zeropp_fp8.zero.handover.folder import WANTED, as_path, delete, headers_of, is_whole, listed, write_version
 from zeropp_fp8.zero.handover.source import WeightSource
 from zeropp_fp8.zero.handover.update import Update
 from zeropp_fp8.zero.handover.updates import Updates
@@ -17,7 +17,7 @@ class FolderTransfer:
     """Writes what engines need to have the weights of now to a folder. Made on every rank; rank 0 writes.
 
     Args:
-        folder: a `pathlib.Path`, or what has its methods, such as cloudpathlib's `S3Path`.
+        folder: a path, as text too, or what has a `pathlib.Path`'s methods, such as cloudpathlib's `S3Path`.
         whole_every: versions between two whole copies. Versions before the last but one of these are deleted.
 
     Attributes:
@@ -27,8 +27,8 @@ class FolderTransfer:
         RuntimeError: rank 0 cannot read the folder; on every rank.
     """
 
-    def __init__(self, source: WeightSource, folder: Path, whole_every: int = 100) -> None:
-        self._folder, self._whole_every, self._wholes = folder, whole_every, []
+    def __init__(self, source: WeightSource, folder: Path | str, whole_every: int = 100) -> None:
+        self._folder, self._whole_every, self._wholes = as_path(folder), whole_every, []
         self._writes = source.session.topology.rank == 0
         lockstep = Lockstep("reading the folder of weights", here=self._writes)
         version = lockstep.call(self._found)

@@ -34,6 +34,8 @@ class Receiver:
         self._due = None, 0  # version and number of the group that is to come
         self._before: int | None = None  # the version that was here when this one began
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._names: dict[int, str] = {}  # by address of a weight
+        self.checksums: list[int] = []  # of the groups of the last version
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
@@ -42,7 +44,7 @@ class Receiver:
         Raises:
             MissedUpdate: it is not the next one, of version or group, and nothing was written; or the weights have
                 another checksum than the trainer's, because something else has written to them.
-            ValueError: there is no such weight here, or it has another shape or dtype.
+            ValueError: there is no such weight here, it has another shape or dtype, or two of them are tied here alone.
         """
         header = update.header
         version, number, after = header.version, header.number, header.after
@@ -54,8 +56,10 @@ class Receiver:
         if after is not None and after != before:
             raise MissedUpdate(f"version {version} differs from version {after}, and {before} is here")
         self._before, self.version, self._due = before, None, (None, 0)
-        if self._takes_all and number == 0 and after is None:
-            self.weights.clear()
+        if number == 0:
+            self._names, self.checksums = {}, []
+            if self._takes_all and after is None:
+                self.weights.clear()
         kept = [self._weight(*meta) for meta in zip(header.names, header.dtype_names, header.shapes)]
         if after is None:
             for name, weight in zip(header.names, kept):
@@ -67,6 +71,7 @@ class Receiver:
                 f"{', '.join(header.names)} of version {version} have another checksum than where "
                 "they come from: something else has written to them, or bytes were lost"
             )
+        self.checksums.append(header.checksum)
         if number + 1 == header.count:
             self.version = version
         else:
@@ -94,6 +99,9 @@ class Receiver:
         if weight is None or (weight.dtype, list(weight.shape)) != (dtype, list(shape)):
             here = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
             raise ValueError(f"{name} of {dtype} {list(shape)} came, and {here} of that name is here")
+        other = self._names.setdefault(weight.data_ptr(), name) if weight.numel() else name
+        if other != name:
+            raise ValueError(f"{other} and {name} came with numbers of their own, and are one tensor here: untie them")
         return weight.detach().view(-1)
 
     def _add(self, header: Header, weights: list[Tensor], differences: Tensor) -> None:

@@ -159,15 +159,17 @@ class WeightSource:
         Collective. A rank that has failed, which `lockstep` notes, continues for the others, without all of its parts.
         """
         self._check_idle()
-        groups = self._groups(self._by_shards)
+        groups, buffers = self._groups(self._by_shards), self._by_shards.buffers()
         for number, group in enumerate(groups):
             tensors = self._handed_out(group, lockstep)
-            parts = [lockstep.call(self._own_slice, name, tensor) for name, tensor in tensors]
+            parts = [lockstep.call(self._own_slice, name, tensor, name in buffers) for name, tensor in tensors]
             parts += [lockstep.call(self._own_shard, name, param) for name, param in group.shards]
             yield Parts(parts, number, len(groups))
 
-    def _own_slice(self, name: str, tensor: Tensor) -> OwnPart:
-        topology, size = self.session.topology, slice_numel(tensor.numel(), self.session.topology.world_size)
+    def _own_slice(self, name: str, tensor: Tensor, is_buffer: bool) -> OwnPart:
+        """Of a buffer that of the first rank alone, as in checkpoints: others may have other numbers."""
+        topology = self.session.topology
+        size = tensor.numel() if is_buffer else slice_numel(tensor.numel(), topology.world_size)
         own = tensor.reshape(-1)[topology.rank * size :][:size].clone()
         return OwnPart(name, tensor.shape, [(topology.rank * size, len(own))], own)
 
