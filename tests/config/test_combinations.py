@@ -1,5 +1,6 @@
 """Which values of the `zeropp_fp8` section go together, and with the rest of the ds_config; what each refusal says."""
 
+import json
 import re
 
 import pytest
@@ -68,11 +69,11 @@ def test_blocks_that_no_rule_refuses_can_be_made(name, block_size):
         ({"frozen": {"format": "int4", "block_size": 33}}, ['"zeropp_fp8.frozen.block_size"', "33", "a multiple of 2"]),
         (
             {"gradients": {"error_feedback": True}},
-            ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
+            ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "or error_feedback to false"],
         ),
         (
             {"secondary": {"memory_gb": 8}},
-            ['"zeropp_fp8.secondary.memory_gb"', "there is none", '"secondary.scope": "node"', "remove it"],
+            ['"zeropp_fp8.secondary.memory_gb"', "there is none", '"secondary.scope": "node"', 'or this to "all"'],
         ),
         (
             {"recipe": "zeropp-pcie", "secondary": {"scope": "none"}},
@@ -116,13 +117,13 @@ def test_blocks_that_no_rule_refuses_can_be_made(name, block_size):
         ({"frozen": {"scales": "tensor"}}, ['"zeropp_fp8.frozen.scales": "tensor"', '"format": "none"']),
         (
             {"frozen": {"format": "fp8_e4m3", "scales": "tensor", "block_size": 128}},
-            ['"zeropp_fp8.frozen.block_size" belongs to scales of blocks', "remove it"],
+            ['"zeropp_fp8.frozen.block_size" belongs to scales of blocks', "or this to 64"],
         ),
         (
             {"frozen": {"format": "fp8_e4m3", "scales": "tensor", "double_quantize": True}},
-            ['"zeropp_fp8.frozen.double_quantize" belongs to scales of blocks', "remove it"],
+            ['"zeropp_fp8.frozen.double_quantize" belongs to scales of blocks', "or this to false"],
         ),
-        ({"frozen": {"modules": ["q_proj"]}}, ['"zeropp_fp8.frozen.modules"', '"int4"', "remove it"]),
+        ({"frozen": {"modules": ["q_proj"]}}, ['"zeropp_fp8.frozen.modules"', '"int4"', 'or this to "all-linear"']),
         ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "there are no scales"]),
         (
             {"frozen": {"format": "mxfp4", "double_quantize": True}},
@@ -140,7 +141,7 @@ def test_exact_differences_are_of_16_bits_or_codes():
     for keys in ({}, {"bf16": {"enabled": False}}, {"fp16": {}}):
         message = refusal(section, **keys)
         assert message.startswith('"zeropp_fp8.weights.difference"')
-        assert 'set "bf16.enabled" or "fp16.enabled" to true, or "weights.format" to "int8"' in message
+        assert 'set "bf16.enabled" or "fp16.enabled" to true, "weights.format" to "int8", or this to "none"' in message
         assert resolved({**section, "weights": {"format": "int8"}}, **keys).weights.difference == "exact"
     for name in ("bf16", "bfloat16", "fp16"):
         assert resolved(section, **{name: {"enabled": True}}).weights.difference == "exact"
@@ -213,12 +214,12 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
             for name in ("master", "exp_avg", "exp_avg_sq")
         ],
         ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', '"int8"']),
-        ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "states in low precision", "remove it"]),
+        ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "states in low precision", 'or this to "tensor"']),
         (
             {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"error_feedback": True}},
-            ['partition": "whole_tensor"', "gradients.error_feedback", "remove one"],
+            ['partition": "whole_tensor"', "gradients.error_feedback", "set that to false"],
         ),
-        ({"partition_split": "none"}, ['partition_split"', '"partition": "whole_tensor"', "remove it"]),
+        ({"partition_split": "none"}, ['partition_split"', '"partition": "whole_tensor"', 'or this to "balance"']),
         (
             {"compile": "blocks", "gather_granularity": "module"},
             ['compile": "blocks"', '"gather_granularity": "module"', 'use "block"'],
@@ -416,3 +417,39 @@ def test_harmless_values_of_the_same_keys_are_accepted(zero, others):
 def test_rules_of_quantized_gradients_need_quantized_gradients(others):
     section = {"weights": {"format": "int8"}}
     assert resolved(section, {"reduce_scatter": False}, **others) == resolved(section)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"recipe": "zeropp", "weights": {"format": "mxfp8_e4m3"}},
+        {"recipe": "zeropp-4bit", "weights": {"format": "mxfp4"}},
+        {"recipe": "zeropp", "gradients": {"intra_format": "mxfp8_e4m3", "inter_format": "mxfp4"}},
+        {"recipe": "qlora", "frozen": {"format": "mxfp4"}},
+    ],
+)
+def test_formats_fix_what_a_recipe_has(section):
+    """A format that is set by hand brings its blocks, whatever goes with the recipe's own format."""
+    (part,) = section.keys() - {"recipe"}
+    config = resolved(section)
+    assert getattr(config, part).block_size == 32
+    assert not any(getattr(getattr(config, part), name, False) for name in ("hadamard", "double_quantize"))
+
+
+@pytest.mark.parametrize(
+    ("section", "remedy"),
+    [
+        ({"recipe": "zeropp-pcie", "secondary": {"scope": "none"}}, {"secondary": {"memory_gb": "all"}}),
+        ({"recipe": "zeropp-exact", "secondary": {"scope": "none"}}, {"weights": {"difference": "none"}}),
+        ({"recipe": "zeropp-pcie", "gradients": {"inter_format": "none"}}, {"gradients": {"error_feedback": False}}),
+        ({"recipe": "zeropp-pcie", "partition": "whole_tensor"}, {"gradients": {"error_feedback": False}}),
+    ],
+)
+def test_the_remedy_for_what_a_recipe_has(section, remedy):
+    """A value to set: there is no key to remove, as the recipe has it."""
+    message = refusal(section, **BF16)
+    ((part, values),) = remedy.items()
+    ((key, value),) = values.items()
+    assert f"{part}.{key}" in message and json.dumps(value) in message
+    merged = {**section, part: {**section.get(part, {}), **values}}
+    assert resolved(merged, **BF16)

@@ -267,6 +267,23 @@ def test_unknown_key_lists_the_keys_there():
     assert message == f'"{SECTION}.weights.zzz": unknown key; keys here are {keys}'
 
 
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"block_size": 3},
+            'belongs to "{S}.weights" or "{S}.gradients" or "{S}.frozen"; keys here are enabled, recipe',
+        ),
+        ({"every": 3}, 'belongs to "{S}.report" or "{S}.numerics"; keys here are'),
+        ({"weights": {"recipe": "zeropp"}}, 'belongs to "{S}"; keys here are format, block_size'),
+        ({"gradients": {"format": "int4"}}, '"{S}.frozen"; keys here are intra_format, inter_format'),
+    ],
+)
+def test_a_key_at_another_level(section, said):
+    message = refusal({"recipe": "zeropp", **section})
+    assert "unknown key; it belongs to" in message and said.replace("{S}", SECTION) in message
+
+
 def test_every_mistake_is_reported_at_once():
     message = refusal({"weights": {"blocksize": 2, "hadamard": 1}, "partition": "slices"})
     assert all(f'"{SECTION}.{key}"' in message for key in ("weights.blocksize", "weights.hadamard", "partition"))

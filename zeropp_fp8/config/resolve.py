@@ -70,7 +70,7 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
         )
         section = {**section, "recipe": None}
     config, refused, wrong_fields = parse(PluginConfig, _merge(section, keys), SECTION)
-    config = _completed(config)
+    config = _completed(config, section)
     if not known_recipe:  # the recipe fills all fields that are not set by hand
         refused |= {path for path in _all_fields(config) if at(section, path) is None}
     lines += wrong_fields
@@ -129,8 +129,8 @@ def _all_fields(config: BaseModel, within: Keys = ()) -> Iterator[Keys]:
         yield from _all_fields(value, (*within, name)) if isinstance(value, BaseModel) else [(*within, name)]
 
 
-def _completed(config: PluginConfig) -> PluginConfig:
-    """Fill in defaults that depend on other fields: MX formats and shared scales fix values that the user left out."""
+def _completed(config: PluginConfig, section: Mapping[str, Any]) -> PluginConfig:
+    """Fill in what MX formats and shared scales fix, where the section leaves it out, whatever its recipe has there."""
     changes: dict[str, Any] = {"compute": completed_compute(config.compute)}
     gradients = config.gradients
     for name, formats in (
@@ -138,13 +138,12 @@ def _completed(config: PluginConfig) -> PluginConfig:
         ("gradients", {gradients.intra_format, gradients.inter_format} - {"none"}),
         ("frozen", {config.frozen.format}),
     ):
-        section = getattr(config, name)
+        part = getattr(config, name)
         if formats and formats <= FIXED_BLOCKS.keys():
             fixed = {"block_size": max(FIXED_BLOCKS[name] for name in formats), "hadamard": False}
-            update = {
-                k: v for k, v in fixed.items() if k in type(section).model_fields and k not in section.model_fields_set
-            }
-            changes[name] = section.model_copy(update=update)
-    if gradients.scales == "tensor" and "hadamard" not in gradients.model_fields_set:
+            fixed["double_quantize"] = False
+            known = {k: v for k, v in fixed.items() if k in type(part).model_fields and at(section, (name, k)) is None}
+            changes[name] = part.model_copy(update=known)
+    if gradients.scales == "tensor" and at(section, ("gradients", "hadamard")) is None:
         changes["gradients"] = gradients.model_copy(update={"hadamard": False})
     return config.model_copy(update=changes)

@@ -51,8 +51,11 @@ class _Known:
         value = getattr(model, name)
         return _Known(value, self._refused, path) if isinstance(value, BaseModel) else value
 
+    def default(self, name: str) -> Any:
+        return type(self._model).model_fields[name].default
+
     def is_changed(self, name: str) -> bool:
-        return getattr(self, name) != type(self._model).model_fields[name].default
+        return getattr(self, name) != self.default(name)
 
     def ds(self, path: str) -> Any:
         value = self._ds_config
@@ -188,7 +191,7 @@ _WITH_SHARED_SCALES = {"hadamard": False, "error_feedback": False, "block_size":
 _BLOCK_SIZES = ", ".join(map(str, STATE_BLOCKS))
 GRADIENTS: Rules = {
     '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
-    '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
+    '"int4"), or error_feedback to false': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
     '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
     '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"': lambda c: (
         c.gradients.accumulate_in == "node" and not c.reduces_gradients
@@ -248,14 +251,18 @@ _BELONGING: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _is_idle(c: Any, name: str) -> bool:
+def _is_idle(c: Any, name: str) -> str | None:
+    """The default of a field that is set and belongs to nothing."""
     *parents, last = name.split(".")
-    return reduce(getattr, parents, c).is_changed(last) and not _BELONGING[name][1](c)
+    part = reduce(getattr, parents, c)
+    return shown(part.default(last)) if part.is_changed(last) and not _BELONGING[name][1](c) else None
 
 
 PARTS: Rules = {
     **{
-        f'"{{S}}.{name}" belongs to {what}, and there is none; set that, or remove it': partial(_is_idle, name=name)
+        f'"{{S}}.{name}" belongs to {what}, and there is none; set that, or this to {{it}}': partial(
+            _is_idle, name=name
+        )
         for name, (what, _) in _BELONGING.items()
     },
     '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
@@ -264,7 +271,7 @@ PARTS: Rules = {
     ),
     '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
-    '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two': lambda c: (
+    '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; set that to false': lambda c: (
         c.partition == "whole_tensor" and c.gradients.error_feedback
     ),
     '"{S}.compile": "blocks" does not go with "gather_granularity": "{c.gather_granularity}": its hooks stand '
@@ -329,20 +336,20 @@ def _autotp(c: Any) -> bool:
 # What "auto" does not choose.
 DIFFERENCES: Rules = {
     '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
-    'to "node" or "rank", or remove it': lambda c: c.weights.difference == "exact" and c.secondary.scope == "none",
+    'to "node" or "rank", or this to "none"': lambda c: c.weights.difference == "exact" and c.secondary.scope == "none",
     '"{S}.weights.difference": "exact" is of numbers of 16 bits and of codes of 8, and does not go with '
-    '"weights.format": "{it}"; set that to "none", "int8" or "fp8_e4m3", or remove one of the two': lambda c: (
+    '"weights.format": "{it}"; set that to "none", "int8" or "fp8_e4m3", or this to "none"': lambda c: (
         c.weights.difference == "exact" and _first({c.weights.format} - {"none", "int8", "fp8_e4m3"})
     ),
     '"{S}.weights.difference" with "weights.format": "fp8_e4m3" and FP8 layers, whose codes are sent without scales, '
-    'is of whole tensors; set "partition": "whole_tensor", or remove it': lambda c: (
+    'is of whole tensors; set "partition": "whole_tensor", or this to "none"': lambda c: (
         c.weights.difference == "exact"
         and c.weights.format == "fp8_e4m3"
         and c.computes_in_low_precision
         and c.partition != "whole_tensor"
     ),
     '"{S}.weights.difference": "exact" is of weights in 16 bits, and these are in fp32; set "bf16.enabled" or '
-    '"fp16.enabled" to true, or "weights.format" to "int8", or remove it': lambda c: (
+    '"fp16.enabled" to true, "weights.format" to "int8", or this to "none"': lambda c: (
         c.weights.difference == "exact"
         and c.weights.format == "none"
         and not any(c.ds(f"{name}.enabled") for name in _HALF_PRECISION)

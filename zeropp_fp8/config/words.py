@@ -171,9 +171,11 @@ def refusals(
             types = list(_members(owner.get(part)))
         name, unknown = ".".join(filter(None, (within, *path))), [field]
         if kind == "extra_forbidden" or location[-1:] == ("[key]",):
-            meant, keys = match(path[-1], owner, cutoff), ", ".join(owner)
-            listed = f"; keys here are {keys}" if not meant and len(keys) < 2 * _LONGEST else ""
-            line = f'"{name}": unknown key{did_you_mean(meant)}{listed}'
+            homes = list(_homes(model, path[-1], within))
+            meant = [] if homes else match(path[-1], owner, cutoff)
+            keys = f"; keys here are {listed}" if len(listed := ", ".join(owner)) < 4 * _LONGEST else ""
+            where = f"; it belongs to {' or '.join(homes)}{keys}" if homes else keys
+            line = f'"{name}": unknown key{did_you_mean(meant) or where}'
             unknown += [(*path[:-1], each) for each in meant]
         elif kind in ("value_error", "assertion_error"):
             line = f'"{name}": {shown(value)} is refused: {problem["ctx"]["error"]}'
@@ -188,6 +190,15 @@ def refusals(
     # Each member of a union has its own errors: an error about an inner key says more than one about the whole.
     within_others = {path[:end] for path in found for end in range(len(path))}
     return [found[path] for path in found if path not in within_others]
+
+
+def _homes(model: type[BaseModel], key: str, within: str) -> Iterator[str]:
+    """Yield the places that have a key, of a model and its parts."""
+    if key in model.model_fields:
+        yield f'"{within}"'
+    for name, field in model.model_fields.items():
+        if any(_is_model(each) and key in each.model_fields for each in _members(field.annotation)):
+            yield f'"{within}.{name}"'
 
 
 def _is_model(annotation: Any) -> bool:
