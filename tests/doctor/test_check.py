@@ -464,7 +464,7 @@ def test_costs_are_the_plans(tmp_path, capsys):
     zero = {"stage3_max_live_parameters": 5e8, "stage3_max_reuse_distance": 3e8}
     section = {"recipe": "zeropp", "secondary": {"memory_gb": 1.5}}
     path, out = tmp_path / "ds_config.json", tmp_path / "found.json"
-    path.write_text(json.dumps(ds_config(section, zero, **BATCH, gradient_accumulation_steps=3)))
+    path.write_text(json.dumps(ds_config(section, zero, **BATCH, **BF16, gradient_accumulation_steps=3)))
     words = ["check", str(path), "--params", "7e9", "--ranks", "16", "--ranks-per-node", "4", "--gbit", "25"]
     with pytest.raises(SystemExit) as ended:
         command([*words, "--json", str(out)])
@@ -480,6 +480,20 @@ def test_costs_are_the_plans(tmp_path, capsys):
         assert (known["step_s"], known["peak_bytes"]) == (one.step_s, one.memory.peak)
     assert ended.value.code == 0
     assert found["config"]["recipe"] == "zeropp" and len(found["cost"]) == 2 and found["problems"] == []
+
+    with pytest.raises(SystemExit):
+        command([*words, "--secondary-gb", "0.5", "--gpu-gb", "1", "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert found["cost"][1]["step_s"] == estimate(METHODS["zeropp"], replace(job, copies=0.5e9), H200).step_s
+    assert "note: a step does not fit into --gpu-gb 1" in capsys.readouterr().out
+
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    path.write_text(json.dumps(ds_config({"recipe": "zeropp"}, offload, **BATCH)))
+    with pytest.raises(SystemExit):
+        command(words)
+    text = capsys.readouterr().out
+    assert 'of weights and states on the GPU, without "zero_optimization.offload_optimizer"' in text
+    assert 'of weights in 16 bits, and neither "bf16.enabled" nor "fp16.enabled" is true' in text
 
     path.write_text(json.dumps(ds_config({"recipe": "qlora"}, **BATCH)))
     with pytest.raises(SystemExit) as ended:
@@ -581,7 +595,7 @@ def test_the_model_by_its_config(tmp_path, capsys):
     ("words", "message"),
     [
         (["--ranks-per-node", "2"], "--ranks-per-node needs --ranks"),
-        (["--ranks", "4", "--ranks-per-node", "3"], "4 ranks are no nodes of 3"),
+        (["--ranks", "4", "--ranks-per-node", "3"], "--ranks 4 is no multiple of --ranks-per-node 3: change"),
         (["--ranks", "0"], "--ranks: 0: give a whole number from 1 to 100000"),
         (["--model", "x", "--layers", "3", "--ranks", "2"], "--layers does not go with --model"),
     ],

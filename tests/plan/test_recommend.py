@@ -242,10 +242,19 @@ def test_nothing_is_written_that_does_not_fit(tmp_path, capsys):
 def test_the_recommended_method_is_in_the_table(main, words, capsys):
     main(["--params", "7e9", "--ranks-per-node", "8", "--gbit", "100", "--tokens", "2048", *words])
     text = capsys.readouterr().out
-    recipe, milliseconds, unit = re.search(r"recommended: (\S+), (\S+) ms (an iteration|a step)", text).groups()
-    assert (unit == "an iteration") == (main is rlhf.main)
+    recipe, milliseconds, unit = re.search(r"recommended: (\S+), (\S+) ms per (iteration|step)", text).groups()
+    assert (unit == "iteration") == (main is rlhf.main)
     (row,) = re.findall(rf"^{recipe} +(\S+) ", text, flags=re.M)
     assert float(row) == pytest.approx(float(milliseconds), abs=0.5)
+
+
+def test_some_methods(capsys):
+    """Their speed-up is over stock, also where it is not among them."""
+    speeds = []
+    for methods in ("stock,zeropp,zeropp-4bit", " zeropp, zeropp-4bit"):
+        main(["--params", "7e9", "--methods", methods])
+        speeds.append(dict(re.findall(r"^(zeropp\S*) .* ([\d.]+) x", capsys.readouterr().out, flags=re.M)))
+    assert speeds[0] == speeds[1] and float(speeds[0]["zeropp-4bit"]) > 1.5
 
 
 def test_fp8_is_for_gpus_that_have_it():

@@ -172,7 +172,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if arguments.ranks is None:
             parser.error("--ranks-per-node needs --ranks")
         if arguments.ranks % arguments.ranks_per_node:
-            parser.error(f"{arguments.ranks} ranks are no nodes of {arguments.ranks_per_node}")
+            odd = f"--ranks {arguments.ranks} is no multiple of --ranks-per-node {arguments.ranks_per_node}"
+            parser.error(f"{odd}: change one of them")
     return arguments
 
 
@@ -205,6 +206,15 @@ def _coarse_gradients(config: PluginConfig, ds_config: Mapping[str, Any]) -> Ite
         )
 
 
+def _not_estimated(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Say of what the estimate of a step is, where the job is another one."""
+    for key in ("offload_param", "offload_optimizer"):
+        if at(ds_config, ("zero_optimization", key, "device")) not in (None, "none"):
+            yield f'the estimate is of weights and states on the GPU, without "zero_optimization.{key}"'
+    if not any(at(ds_config, (name, "enabled")) for name in ("bf16", "fp16")):
+        yield 'the estimate is of weights in 16 bits, and neither "bf16.enabled" nor "fp16.enabled" is true'
+
+
 def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argparse.Namespace) -> tuple[Job, list]:
     """The job that is planned, and the plan's estimates of a step of stock and of this configuration.
 
@@ -225,8 +235,9 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
         arguments.lr = learning_rate(ds_config)
     job = plan.job_of(arguments, Cluster(nodes, each, arguments.gbit))
     hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
-    own = replace(job, copies=memory * plan.GIGA) if isinstance(memory, float) else job
-    return job, [estimate(METHODS["stock"], job, hardware), estimate(method_of(config), own, hardware)]
+    own, method = replace(job, copies=memory * plan.GIGA) if isinstance(memory, float) else job, method_of(config)
+    own = plan.with_copies(own, method, arguments)
+    return job, [estimate(METHODS["stock"], job, hardware), estimate(method, own, hardware)]
 
 
 def report(path: str, found: Checked) -> str:
@@ -259,10 +270,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     unknown = False
     if arguments.costs and found.config is not None and not exit_status(found.problems):
         try:
-            found.job, found.cost = cost_of(found.config, as_if_filled(load_ds_config(arguments.ds_config)), arguments)
+            ds_config = as_if_filled(load_ds_config(arguments.ds_config))
+            found.job, found.cost = cost_of(found.config, ds_config, arguments)
+            found.problems += [Problem(each, serious=False) for each in _not_estimated(ds_config)]
         except PlanError as error:
             unknown = True
             found.problems.append(Problem(f"no estimate: {error}", serious=False))
+        if found.cost and arguments.gpu_gb is not None and found.cost[1].peak_bytes > arguments.gpu_gb * plan.GIGA:
+            found.problems.append(Problem(f"a step does not fit into --gpu-gb {arguments.gpu_gb:g}", serious=False))
         if found.job is not None and arguments.ranks is None:
             nodes = f"{found.job.cluster.nodes} node(s) of {found.job.cluster.ranks_per_node} rank(s)"
             found.problems.append(Problem(f"the step is that of {nodes}", "give --ranks for yours", serious=False))

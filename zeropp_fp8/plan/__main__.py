@@ -41,9 +41,10 @@ def parser_of(command: str, text: str | None) -> Parser:
     parser = Parser(command, text)
     add_job(parser)
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--nodes", type=whole(most=10**6), default=NODES)
-    cluster.add_argument("--ranks-per-node", type=whole(most=10**4), default=RANKS_PER_NODE)
-    cluster.add_argument("--gbit", type=number(above=0), default=100.0, help="what one node can send, Gbit/s")
+    cluster.add_argument("--nodes", type=whole(most=10**6), default=NODES, help="default %(default)s")
+    cluster.add_argument("--ranks-per-node", type=whole(most=10**4), default=RANKS_PER_NODE, help="default %(default)s")
+    sends = "what one node can send, Gbit/s; default %(default)g"
+    cluster.add_argument("--gbit", type=number(above=0), default=100.0, help=sends)
     add_machine(parser)
     output = parser.add_argument_group("output")
     of_lora = f"with --lora-rank out of {', '.join(LORA_METHODS)}"
@@ -59,8 +60,6 @@ def parser_of(command: str, text: str | None) -> Parser:
 def read(parser: Parser, argv: Sequence[str] | None, methods: Sequence[str], of_lora: Sequence[str]) -> Any:
     """The command line; without --methods they are `methods`, or `of_lora` where adapters are trained."""
     arguments = parser.parse_args(argv)
-    if arguments.secondary_gb == "auto" and arguments.gpu_gb is None:
-        parser.error("--secondary-gb auto needs --gpu-gb: what is left of a GPU is for copies")
     check_job(parser, arguments)
     if arguments.methods is None:
         arguments.methods = ",".join(methods if arguments.lora_rank is None else of_lora)
@@ -81,7 +80,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--hidden", type=whole(), help="hidden size; without it a usual shape for the size")
     job.add_argument("--layers", type=whole())
     job.add_argument("--vocabulary", type=whole(), help="default 32000")
-    job.add_argument("--tokens", type=whole(), default=2048, help="tokens of one GPU in a micro-batch")
+    job.add_argument("--tokens", type=whole(), default=2048, help="of one GPU in a micro-batch; default %(default)s")
     job.add_argument("--sequence", type=whole(), help="tokens of a sequence; default: all of --tokens")
     job.add_argument("--micro-batches", type=whole(), help="gradient accumulation steps")
     kept = "parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8"
@@ -98,7 +97,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Options of a GPU."""
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
-    machine.add_argument("--gpu", choices=PRESETS, default="h200")
+    machine.add_argument("--gpu", choices=PRESETS, default="h200", help="default %(default)s")
     machine.add_argument("--gpu-gb", type=number(above=0), help="memory of a GPU; what does not fit is not recommended")
     copies = 'GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
     size = number(least=0)
@@ -110,6 +109,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Options of `add_job` that need each other, or leave no room for each other."""
+    if getattr(arguments, "secondary_gb", None) == "auto" and arguments.gpu_gb is None:
+        parser.error("--secondary-gb auto needs --gpu-gb: what is left of a GPU is for copies")
     if arguments.lora_layers is not None and arguments.lora_rank is None:
         parser.error("--lora-layers needs --lora-rank: it says which layers have adapters")
     shape = ("params", "hidden", "layers", "vocabulary")
@@ -170,8 +171,10 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = COLUMNS, how: str = "modelled") -> str:
-    """The job, how its steps are known, and a line per method."""
+def steps_table(
+    estimates: Sequence[Any], job: Job, columns: Sequence[Column] = COLUMNS, how: str = "modelled", base=None
+) -> str:
+    """The job, how its steps are known, and a line per method, with its speed-up over `base`, else over the first."""
     model, cluster = job.model, job.cluster
     link = f"{round(cluster.inter_gbit, 2):g} Gbit/s between nodes" if cluster.nodes > 1 else "one node"
     trains = f"LoRA of rank {job.lora.rank}, {job.trained_parameters / MEGA:.3g} M trained, " if job.lora else ""
@@ -179,7 +182,7 @@ def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = 
         f"{model.parameters / GIGA:.3g} B parameters ({model.layers} layers, hidden {model.hidden}), {cluster.nodes} x "
         f"{cluster.ranks_per_node} GPUs, {link}, {trains}{job.micro_batches} x {job.tokens} tokens per GPU ({how})"
     )
-    rows = [[cell(one, estimates[0]) for _, _, cell in columns] for one in estimates]
+    rows = [[cell(one, base or estimates[0]) for _, _, cell in columns] for one in estimates]
     names, units, _ = zip(*columns)
     return "\n".join([heading, *table([names, units, *rows], words=("method", "bound by"))])
 
@@ -199,7 +202,8 @@ def run(
     """Print the table and what is recommended, and put the same into `found`; 1 where nothing fits, else 0."""
     hardware = hardware_of(arguments, PRESETS[arguments.gpu])
     job = job_of(arguments, Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit))
-    jobs = {method: with_copies(job, method, arguments) for method in map(method_named, arguments.methods.split(","))}
+    asked = [method_named(name.strip()) for name in arguments.methods.split(",")]
+    jobs = {method: with_copies(job, method, arguments) for method in asked}
     advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA, estimator)
     known = {one.method: one for one in advice.estimates if arguments.secondary_gb is None}
     estimates = [known.get(method.name) or estimator(method, its_job, hardware) for method, its_job in jobs.items()]
@@ -217,9 +221,9 @@ def run(
         lines.append(f"drawn in {arguments.picture}")
     found |= {"job": job, "hardware": hardware, "recommended": advice.recipe, "fits": advice.fits}
     found["methods"] = [*estimates]
-    asked = {one.method for one in estimates}
-    estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in asked]
-    print("\n".join([steps_table(estimates, job, columns), *lines]))
+    listed = {one.method for one in estimates}
+    estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in listed]
+    print("\n".join([steps_table(estimates, job, columns, base=advice.estimates[0]), *lines]))
     return int(not advice.fits)
 
 

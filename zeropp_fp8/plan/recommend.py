@@ -116,7 +116,7 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     text = "recommended: stock DeepSpeed"
     if chosen is not stock:
         gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
-        took = f"{1e3 * chosen.step_s:.1f} ms {chosen.unit}"
+        took = f"{1e3 * chosen.step_s:.1f} ms per {chosen.unit.split()[-1]}"
         text = f"recommended: {chosen.method}, {took} ({gain}; bound by {chosen.bound})"
     if chosen.method in EXACT:
         if job.cluster.world_size == 1:
