@@ -8,6 +8,7 @@ It saves and loads a checkpoint of torch.distributed.checkpoint on the way, and 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -48,6 +49,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=whole(1), default=6)
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as --help shows")
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()

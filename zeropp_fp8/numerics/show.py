@@ -33,10 +33,10 @@ def read(path: str, engine: int = 0) -> list[dict]:
         ValueError: there is no sample, or a line is none.
     """
     samples = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
             sample = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:  # neither JSON nor text
             sample = None
         if not isinstance(sample, dict) or not {"engine", "step", "cost", "rows"} <= sample.keys():
             raise ValueError(f"{path}, line {number}, is no sample of numerics")

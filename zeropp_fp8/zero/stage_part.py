@@ -7,13 +7,14 @@ order on every rank, so a part may do collectives. A new feature is a new part; 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeropp_fp8.config import PluginConfig
-from zeropp_fp8.config.compute import matches
+from zeropp_fp8.config.compute import matches, patterns_of_gemms
 from zeropp_fp8.formats import WireFormat
 
 Row = tuple[str, str, int, str]  # a line of the start table: subject, format, parameters (0: not shown), remark
@@ -133,9 +134,12 @@ def idle_pattern_rows(config: PluginConfig, names_of: dict[str, list[str]]) -> l
     rows = []
     for section, names in names_of.items():
         part = getattr(config, section)
-        default = type(part).model_fields["skip_modules"].default
-        given = [pattern for pattern in part.skip_modules if pattern not in default]
-        idle = [pattern for pattern in given if not any(matches(name, [pattern]) for name in names)]
-        if idle:
-            rows.append((section, "as without", 0, f"skip_modules names nothing of this model by {shown(idle)}"))
+        given = {key: getattr(part, key) for key in ("skip_modules", "modules") if hasattr(part, key)}
+        if section == "compute":
+            given["high_precision_gemms"] = [*chain.from_iterable(patterns_of_gemms(part).values())]
+        for key, patterns in given.items():
+            default, known = type(part).model_fields[key].default or (), patterns if isinstance(patterns, list) else ()
+            idle = [each for each in known if each not in default and not any(matches(n, [each]) for n in names)]
+            if idle:
+                rows.append((section, "as without", 0, f"{key} names nothing of this model by {shown(idle)}"))
     return rows

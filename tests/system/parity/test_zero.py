@@ -13,6 +13,8 @@ from ranks import run_ranks, run_two
 from thinning import thinned
 
 import zeropp_fp8
+from zeropp_fp8.config.sections import FrozenConfig, PluginConfig
+from zeropp_fp8.zero.stage_part import idle_pattern_rows
 
 
 @pytest.mark.parametrize("scope, world, ranks_per_node", [("node", 4, 2), ("rank", 4, 2), ("none", 4, 2), (2, 8, 4)])
@@ -241,9 +243,18 @@ def test_the_start_table_says_which_patterns_name_nothing():
     idle = {"weights": ["layrs.1", "lm_head"], "gradients": ["layers.0"], "frozen": ["*embd*", "score"]}
     fields = {name: {"skip_modules": patterns} for name, patterns in idle.items()}
     fields["compute"] = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head", "layers.7.*", "rout?r"]}
+    fields["compute"]["high_precision_gemms"] = {"output": ["layers.0", "o_prj"], "grad_weight": ["layers.0.mlp"]}
     (text, *_) = run_ranks(jobs.start_table, fields=fields)
-    said = re.findall(r"(\w+) +as without .*skip_modules names nothing of this model by (.*)", text)
-    assert said == [("weights", "layrs.1"), ("compute", "layers.7.*, rout?r"), ("frozen", "*embd*")]
+    said = re.findall(r"(\w+) +as without +(.*) names nothing of this model by (.*)", text)
+    assert said == [
+        ("weights", "skip_modules", "layrs.1"),
+        ("compute", "skip_modules", "layers.7.*, rout?r"),
+        ("compute", "high_precision_gemms", "o_prj"),
+        ("frozen", "skip_modules", "*embd*"),
+    ]
+    frozen = FrozenConfig(format="int4", modules=["down_proj", "gate_prj"])
+    ((_, _, _, said),) = idle_pattern_rows(PluginConfig(frozen=frozen), {"frozen": ["layers.0.down_proj"]})
+    assert said == "modules names nothing of this model by gate_prj"
 
 
 def test_wire_report_of_a_stock_engine_is_an_error():
