@@ -42,8 +42,7 @@ def wire_report(engine, total: bool = False) -> dict:
          "per_step": {"weights_forward" | "weights_backward" | "gradients" | "activations" | "other":
                       {"inter": bytes, "intra": bytes}},
          "stock_per_step": the same for stock ZeRO-3 on the same events, by the ring formula in 16 bits,
-         "outside_steps": {"inter", "intra"}: bytes so far that no step uses: for GatheredParameters, evaluation and
-             checkpoints,
+         "outside_steps": {"inter", "intra"}: bytes so far that no step uses, as of evaluation and checkpoints,
          "gradient_scaling": if ranks share scales of gradients: {"mu", "saturated", "vanished"}, the factor mu now, and
              the last step's shares of FP8 numbers that were at the largest code and that became zero}
         `inter` is between nodes, `intra` within a node. No communication: safe to call on one rank alone.
@@ -62,8 +61,7 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
 
     `folder` gets safetensors files (with an index if there are several), config.json and generation_config.json. No
     rank holds the whole model: parameters are gathered one by one (a PEFT layer's together), and rank 0 keeps those of
-    the next file. PEFT itself merges adapters in fp32: decoded weight plus the adapter's part, rounded once.
-    The weights are those that the model computes with, not an optimizer's fp32 copies. The model does not change.
+    the next file. PEFT merges adapters in fp32, rounded once. The weights are those that the model computes with.
 
     Args:
         engine_or_model: a DeepSpeed engine, a Trainer, or a model, with or without PEFT.
@@ -85,25 +83,22 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True, graph
         with zeropp_fp8.generation(engine) as model:
             tokens = model.generate(input_ids=..., attention_mask=..., max_new_tokens=256, do_sample=True)
 
-    A forward pass of ZeRO-3 gathers every layer; generation would do so for each token. Here weights stay on each rank
-    until the context ends and frees the memory, and nothing is gathered in between: ranks may generate
-    different numbers of tokens. The model is in evaluation mode (no dropout), with its KV cache on.
+    Weights stay on each rank until the context ends, and nothing is gathered for a token: ranks may generate different
+    numbers of them. The model is in evaluation mode (no dropout), with its KV cache on.
 
     Args:
         engine: a DeepSpeed engine with the plugin active, with an optimizer or without; its module; or a Trainer.
         weights: what stays on each rank. "values": all weights in their dtype, as fast as a model without DeepSpeed.
             "codes": linear layers' weights as codes, as they are stored or sent: a half to a quarter of the memory;
-            on a GPU a product of few rows uses the codes themselves, otherwise the weights of one block at a time are
-            decoded. "sharded": nothing; every token gathers all weights (within the node, if there is a secondary
-            shard), and ranks generate in step. "auto": the first of these that takes at most half of the free
-            memory of the rank that has the least.
-        merge_adapters: if values stay, merge the active PEFT adapters into them (into them only), which saves two
-            of three products of a LoRA layer. Sums are rounded to the weights' dtype, like those of a merged model.
-            Adapters that are not merged are multiplied in one forward per layer; PEFT multiplies its variants of LoRA.
+            on a GPU a product of few rows uses the codes themselves, otherwise one block at a time is decoded.
+            "sharded": nothing; every token gathers all weights (within the node, if there is a secondary shard), and
+            ranks generate in step. "auto": the first of these that takes at most half of the free memory of any rank.
+        merge_adapters: if values stay, merge active LoRA and DoRA into them (into them only), which saves two of three
+            products of a layer. Sums are rounded to the weights' dtype, like those of a merged model. Other adapters,
+            and those on tied weights, are computed as in training.
         graph: record the forward pass of a token as a CUDA graph, at the second token of each call of `generate`, and
-            replay it for the other tokens: then a token costs Python next to nothing. It needs a GPU, weights that
-            stay, and a decoder of transformers that attends to all tokens; `generate` uses its static cache, as long as
-            the sequence may become. Hooks on modules are called while a pass is recorded, and not when it is replayed.
+            replay it for the others. It needs a GPU, weights that stay, and a decoder of transformers that attends to
+            all tokens; `generate` uses its static cache. Hooks on modules are called while a pass is recorded only.
 
     Yields:
         `engine.module`. Its `generate` has use_cache=True, the right synced_gpus, and with `graph` the static cache

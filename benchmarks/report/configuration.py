@@ -32,8 +32,10 @@ that is set by hand overrides its recipe:
 Without a recipe the section means `lossless` plus exactly what DeepSpeed's own ZeRO++ keys ask for. What cannot be
 honoured is refused at start with `zeropp_fp8.ConfigError`, which names the key and the remedy; see
 [Troubleshooting](troubleshooting.md). Where a field takes `"auto"`, `"detect"` means the same: write that with a
-Trainer or Accelerate, which refuse the word "auto" in a section that they do not know. The tables below are printed by
-`python -m benchmarks.report.configuration` from the models in `zeropp_fp8/config/sections.py`.
+Trainer or Accelerate, which refuse the word "auto" in a section that they do not know. A name pattern is the dotted
+name of a module or parameter, or some consecutive parts of it, with `*` and `?`: `lm_head`, `down_proj`, `layers.0` and
+`*.down_proj`. The tables below are printed by `python -m benchmarks.report.configuration` from the models in
+`zeropp_fp8/config/sections.py`.
 
 ## The section itself
 """

@@ -38,7 +38,7 @@ SITUATIONS = (
     Situation("one GPU", Cluster(1, 1)),
     Situation("one GPU of 80 GiB", Cluster(1, 1), gpu_gib=80),
     Situation("one node of 8 GPUs, NVLink", Cluster(1, 8)),
-    Situation("one node of 4 GPUs, PCIe (8 GB/s a GPU)", Cluster(1, 4), hardware=replace(H200, intra_gbs=8)),
+    Situation("one node of 4 GPUs, PCIe (8 GB/s per GPU)", Cluster(1, 4), hardware=replace(H200, intra_gbs=8)),
     Situation("8 nodes of 8, 1,600 Gbit/s", _eight(1600)),
     Situation("8 nodes of 8, 800 Gbit/s", _eight(800)),
     Situation("8 nodes of 8, 400 Gbit/s", _eight(400)),

@@ -144,7 +144,7 @@ SAID = {
     "lossless": ("one node of 8 GPUs, NVLink", "recommended"),
     "zeropp-exact": ("8 nodes of 8, 800 Gbit/s", "recommended"),
     "zeropp": ("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 14 GiB", "recommended"),
-    "zeropp-pcie": ("one node of 4 GPUs, PCIe (8 GB/s a GPU)", "recommended"),
+    "zeropp-pcie": ("one node of 4 GPUs, PCIe (8 GB/s per GPU)", "recommended"),
     "fp8-lm-o1": ("8 nodes of 8, 400 Gbit/s, 8,192 tokens", "named"),
     "fp8-lm-o2": ("one GPU of 80 GiB", "recommended"),
     "fp8-lm": ("2 nodes of 8, 25 Gbit/s, 1,024 tokens, 9.5 GiB", "recommended"),

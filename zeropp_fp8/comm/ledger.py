@@ -5,12 +5,10 @@ b bytes sends (g-1)/g b. The ledger also counts what stock ZeRO-3 would send for
 ranks in 16 bits, (W-1)/W of the bytes from each rank; the ranks of a node share its part of the N links between nodes
 evenly. For activations stock's all-to-all sends the same elements to the same ranks, in 16 bits.
 
-Every rank also counts what all ranks send, so a report needs no communication: W times what it sends itself, because
-shards are padded to equal size; of tensors with owners it knows what each has. Of activations with unequal shares (the
-number of heads is not a multiple of the ranks) the sum is an estimate.
+A report needs no communication: all ranks send W times what one does, because shards are padded to equal size; of
+tensors with owners a rank knows what each has. Of activations with unequal shares the sum is an estimate.
 
-A step counts the weights it computes with, for this project and for stock, even if they were gathered before it. So
-steps of equal work send equal bytes, whatever happens between them.
+A step counts the weights it computes with, even if they were gathered before it: steps of equal work send equal bytes.
 """
 
 from __future__ import annotations

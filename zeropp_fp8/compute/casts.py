@@ -2,18 +2,15 @@
 
 A matrix [R, C] is wanted in up to two copies: plain [R, C] for GEMMs that sum over C, and transposed [C, R] for those
 that sum over R (Hopper's FP8 GEMMs take operands with the summed axis contiguous only). Every cast makes both at once.
-
-The rule is the same for all, per group of values that share a scale:
+Per group of values that share a scale:
 
     amax    = largest finite magnitude of the group
     scale   = max(amax / largest, 2^-126); 1 where amax is 0
-    code    = FP8(clamp(x * (1 / scale), -largest, largest)), to nearest, ties to even
-    NaN and Inf become the NaN code 0x7F, so that a GEMM's result shows them.
+    code    = FP8(clamp(x * (1 / scale), -largest, largest)), to nearest, ties to even; NaN and Inf become NaN, 0x7F
 
 largest is 448 (E4M3) or 57344 (E5M2); both divisions are rounded correctly, and everything is fp32. Scaling per tensor
 and per row: "FP8 Formats for Deep Learning" (2022), section 3; blocks and tiles: the DeepSeek-V3 report (2024), section
-3.3. The torch code here runs anywhere and is the reference; on a GPU kernels/ makes the same bytes in fewer passes.
-Nothing waits for the device, so every cast can be captured in a CUDA graph.
+3.3. On a GPU kernels/ makes the same bytes. Nothing waits for the device: a CUDA graph can capture every cast.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """The three products of a linear layer in low precision, and the weight that they find.
 
-    y           = x  W^T           forward
-    grad_input  = g  W             backward
-    grad_weight = g^T x            backward
+    output        y = x W^T                 x  [rows, in]      W   [out, in]
+    grad_input    g W                       g  [rows, out]     W^T [in, out]
+    grad_weight   g^T x                     g^T [out, rows]    x^T [in, rows]
 
 Each product sums over another axis, so each matrix is quantized along both of its axes. Biases, and sums of gradients
-over tokens, stay in high precision.
-
-Each of the six operands belongs to one product, and one that stays in high precision takes the matrices themselves:
-
-    output        x  [rows, in]      W   [out, in]
-    grad_input    g  [rows, out]     W^T [in, out]
-    grad_weight   g^T [out, rows]    x^T [in, rows]
+over tokens, stay in high precision; a product that stays there takes the matrices themselves.
 """
 
 from __future__ import annotations

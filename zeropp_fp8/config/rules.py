@@ -88,8 +88,6 @@ def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig
         ConfigError: the fields are wrong, or formats and scaling cannot work together.
     """
     refused, lines = set(), []
-    if not isinstance(compute, (ComputeConfig, Mapping)):
-        raise ConfigError(f'"{SECTION}.compute" is an object such as {{"format": "fp8"}}, not {shown(compute)}')
     if not isinstance(compute, ComputeConfig):
         compute, refused, lines = parse(ComputeConfig, compute, f"{SECTION}.compute")
     compute = completed_compute(compute)
@@ -421,9 +419,8 @@ HOST: Rules = {
     },
     '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are reduce-scattered, nor '
     'with owners of whole tensors; remove the key or set it to true (Muon: with "{S}.partition": "whole_tensor"), or '
-    'set "{S}.gradients" to {{"intra_format": "none", "inter_format": "none"}}, and "{S}.partition" to "slice"': lambda c: (
-        c.reduces_gradients and c.ds("zero_optimization.reduce_scatter") is False
-    ),
+    'set "{S}.gradients" to {{"intra_format": "none", "inter_format": "none"}}, and "{S}.partition" to '
+    '"slice"': lambda c: c.reduces_gradients and c.ds("zero_optimization.reduce_scatter") is False,
     '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean is exact in '
     "fp32; remove them": lambda c: (
         c.reduces_gradients and (bool(c.ds("prescale_gradients")) or (c.ds("gradient_predivide_factor") or 1.0) != 1.0)

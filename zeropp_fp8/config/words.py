@@ -171,7 +171,7 @@ def refusals(
             types = list(_members(owner.get(part)))
         name, unknown = ".".join(filter(None, (within, *path))), [field]
         if kind == "extra_forbidden" or location[-1:] == ("[key]",):
-            homes = list(_homes(model, path[-1], within))
+            homes = _homes(model, path[-1], within)
             meant = [] if homes else match(path[-1], owner, cutoff)
             keys = f"; keys here are {listed}" if len(listed := ", ".join(owner)) < 4 * _LONGEST else ""
             where = f"; it belongs to {' or '.join(homes)}{keys}" if homes else keys
@@ -192,13 +192,11 @@ def refusals(
     return [found[path] for path in found if path not in within_others]
 
 
-def _homes(model: type[BaseModel], key: str, within: str) -> Iterator[str]:
-    """Yield the places that have a key, of a model and its parts."""
-    if key in model.model_fields:
-        yield f'"{within}"'
-    for name, field in model.model_fields.items():
-        if any(_is_model(each) and key in each.model_fields for each in _members(field.annotation)):
-            yield f'"{within}.{name}"'
+def _homes(model: type[BaseModel], key: str, within: str) -> list[str]:
+    """The places that have a key: a model and its parts."""
+    parts = {f"{within}.{name}": _members(field.annotation) for name, field in model.model_fields.items()}
+    places = {within: [model]} | parts
+    return [f'"{n}"' for n, types in places.items() if any(_is_model(t) and key in t.model_fields for t in types)]
 
 
 def _is_model(annotation: Any) -> bool:

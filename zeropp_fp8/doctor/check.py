@@ -207,10 +207,10 @@ def _coarse_gradients(config: PluginConfig, ds_config: Mapping[str, Any]) -> Ite
 
 
 def _not_estimated(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Say of what the estimate of a step is, where the job is another one."""
-    for key in ("offload_param", "offload_optimizer"):
-        if at(ds_config, ("zero_optimization", key, "device")) not in (None, "none"):
-            yield f'the estimate is of weights and states on the GPU, without "zero_optimization.{key}"'
+    """Say what else the job has than the step that is estimated."""
+    devices = (at(ds_config, ("zero_optimization", f"offload_{what}", "device")) for what in ("param", "optimizer"))
+    if any(device not in (None, "none") for device in devices):
+        yield "the estimate is of weights and states on the GPU, without offload"
     if not any(at(ds_config, (name, "enabled")) for name in ("bf16", "fp16")):
         yield 'the estimate is of weights in 16 bits, and neither "bf16.enabled" nor "fp16.enabled" is true'
 

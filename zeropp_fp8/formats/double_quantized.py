@@ -14,14 +14,12 @@ The product is rounded, then the sum. Payload of a row of n elements, ng = ceil(
     [ nb bytes q | zeros up to a multiple of 16 | ng fp32 group scales | fp32 offset | zeros up to a multiple of 16 |
       codes | zeros up to a multiple of 16 ]
 
-Codes of NF4 are chosen with the exact scale, as bitsandbytes does, which costs 0.02 dB. Those of integers and FP8 are
-chosen with the scale that decoding uses, and cut off at the largest code: with int8 in blocks of 64 the exact scale
-would cost 0.5 dB of normal and 2.1 of Student-t numbers (4 degrees of freedom).
+Codes of NF4 are chosen with the exact scale, as bitsandbytes does, which costs 0.02 dB; others with the scale that
+decoding uses, and cut off at the largest code (int8 in blocks of 64 would lose 0.5 dB of normal numbers).
 
-A block with NaN or Inf: all 256 codes of the dynamic type are in use, so such a block's group is marked by the sign of
-its group scale (which is not negative otherwise, -0 included). In a marked group the code 127, whose level is 0, stands
-for NaN, and finite blocks that would have it take the code 128, 5.5e-7 of the group scale away. Exactly the block
-decodes to NaN, and offset and group scales are those of the finite blocks.
+All 256 codes are in use, so the group of a block with NaN or Inf is marked by the sign of its group scale, -0 included.
+There code 127, whose level is 0, stands for NaN, and finite blocks that would have it take 128, 5.5e-7 of the group
+scale away. Exactly that block decodes to NaN; offset and group scales are those of the finite blocks.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ and a body of whole 32-bit words in which bits follow each other, the lowest fir
     near   for each number with an exponent e below `top`, as much of the difference as k = top - e bits and a sign can
            say; all 16 or 8 bits where k reaches the mantissa's
 
-The sender takes the `top` that leaves no rest beyond one unit, or one less, whichever makes the smaller body; or all
-bits of every number, if that is less. So no change is too large. kernels/wire/exact.py does the same on a GPU.
+The sender takes the `top` that leaves no rest beyond one unit, or one less, or all bits of every number: the shortest.
 """
 
 from __future__ import annotations

@@ -14,11 +14,8 @@ Payload of a row of n elements, nb = ceil(n / 32); the last block is filled up w
 
     [ nb scales | zeros up to a multiple of 16 | codes of nb * 32 elements | zeros up to a multiple of 16 ]
 
-Decoding clamps X * P to the finite range of the target dtype. `mean_of_rows` does not: where a product lies beyond
-fp32's range, the mean is Inf.
-
-Rounding and transposing do not commute, so a matrix that is summed over both axes (a weight in forward and backward) is
-quantized along each. GPUs before Blackwell cannot multiply these formats: `round_trip` emulates it.
+Decoding clamps X * P to the finite range of the target dtype; `mean_of_rows` does not. A matrix that is summed over
+both axes is quantized along each. GPUs before Blackwell cannot multiply these formats: `round_trip` emulates it.
 """
 
 from __future__ import annotations

@@ -4,13 +4,10 @@
     code  = FP8(value * (1 / scale)), to nearest, ties to even
     value = code * scale
 
-These are the codes and the scale with which a linear layer that computes in FP8 with a scale per tensor multiplies: a
-weight that is stored so is the operand of its GEMM, byte for byte, and multiplies as one that is cast on the way.
-Payload of a row of n elements:
+A weight that is stored so is the operand of its GEMM with a scale per tensor, byte for byte. NaN and Inf become the NaN
+code and do not count in the scale. Payload of a row of n elements:
 
     [ fp32 scale | 12 zeros | codes, n bytes | zeros up to a multiple of 16 ]
-
-NaN and Inf become the NaN code and do not count in the scale.
 """
 
 from __future__ import annotations

@@ -76,9 +76,7 @@ def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup
 
 def _replicas(mesh: DeviceMesh, shards: dist.ProcessGroup, device: torch.device) -> Replicas:
     """The ranks of other copies."""
-    shared = (
-        {} if getattr(mesh, "ndim", 0) != 1 else set(mesh.mesh.tolist()) & set(dist.get_process_group_ranks(shards))
-    )
+    shared = {} if mesh.ndim != 1 else set(mesh.mesh.tolist()) & set(dist.get_process_group_ranks(shards))
     if shared != {dist.get_rank()}:
         raise ConfigError(
             "zeropp_fp8.fsdp2: replicate must be a mesh of one dimension over ranks of different copies: "

@@ -5,13 +5,10 @@
     gradients_within_nodes     what the hop within nodes alone would have made of it (two hops, scales of blocks)
     compute_weights, compute_activations, compute_gradients    operands of FP8 and MX products, against their matrices
 
-What is sent exactly (norms, biases, a format "none") is left out, and so are weights stored as codes. Exact means
-take a reduction of their own in fp32, and those within nodes another one. Nothing of it changes what is trained.
+What is sent exactly, and weights stored as codes, are left out. Exact means take fp32 reductions of their own.
 
-Cost: a step that is not sampled makes four calls in Python (of 14 thousand with four layers), and nothing else. A
-sampled one looks at one in `parts` of the gather units that round something, in turn. The numbers have its cost, with
-its share of the time since the last sample: its seconds beyond the mean of the steps before it, or the host's seconds
-in comparisons and their reductions, where these are more (steps differ by more than a sample takes).
+A step that is not sampled makes four more calls in Python. A sampled one looks at one in `parts` of the units that
+round something, in turn, and its numbers have its cost: seconds beyond the mean of steps before, or those of comparisons.
 """
 
 from __future__ import annotations

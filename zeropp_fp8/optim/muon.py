@@ -6,12 +6,11 @@ K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (kel
     u = g + (m - g) momentum                                     Nesterov; else m
     p = p (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalized(u)
 
-Five steps of a quintic Newton-Schulz iteration bring singular values between 0.01 and 1 to between 0.68 and 1.14. The
-iteration takes the whole matrix, so that one rank must own all of it. What is no matrix of a hidden layer (embeddings,
-head, norms, biases) is updated as by AdamW.
+Five steps of a quintic Newton-Schulz iteration bring singular values between 0.01 and 1 to between 0.68 and 1.14. It
+takes the whole matrix, so one rank must own all of it. Embeddings, head, norms and biases are updated as by AdamW.
 
-A tensor of three dimensions is a stack of matrices, such as packed experts. Of more: a convolution, whose rows are its
-filters. A tensor may hold several matrices, such as query, key and value: `Rows` says which rows are whose.
+A tensor of three dimensions is a stack of matrices, such as packed experts; one of more is a convolution, whose rows
+are its filters. `Rows` says which rows are whose where a tensor holds several matrices (query, key and value).
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@
     fp8_e4m3    1      X * code, codes up to 448            the same
     fp8_e5m2    1      X * code, codes up to 57344          the same
 
-X is the smallest power of two with amax <= X * largest code (formats/e8m0.py, `rceil`). With a power of two, what is
-decoded encodes to the same numbers again, so a checkpoint that holds decoded fp32 states resumes bit for bit. A tensor
-or block that holds NaN or Inf has the byte 255 and decodes to NaN.
-
-FP16 with a scale for the master weight and the second moment, FP8 E4M3 for the first: FP8-LM (arXiv 2310.18313),
-section 2.2.
+X is the smallest power of two with amax <= X * largest code (formats/e8m0.py, `rceil`): what is decoded encodes to the
+same numbers again, so a checkpoint of decoded fp32 states resumes bit for bit. A tensor or block that holds NaN or Inf
+has the byte 255 and decodes to NaN. FP16 with a scale for the master weight and the second moment, FP8 E4M3 for the
+first: FP8-LM (arXiv 2310.18313), section 2.2.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class Hardware:
     From data sheets or copy benchmarks:
         intra_gbs: what a GPU sends within its node in a collective, GB/s, one way.
         memory_gbs: copy bandwidth of the GPU, GB/s, bytes read + bytes written.
-        net_latency_us, node_latency_us: one hop of a ring between and within nodes. Defaults: NCCL's own tuning table
-            (src/graph/tuning.cc, hwLat, ring, Simple protocol: network 14.0, NVLink 3.4).
+        net_latency_us, node_latency_us: one hop of a ring between and within nodes, as NCCL's src/graph/tuning.cc has.
         optimizer_bytes: memory traffic of the update, bytes per parameter: fp32 AdamW reads gradient, master weight and
             two moments, writes three and the 16-bit weight, 30 in all.
         matrix_tflops, fp8_tflops: a product alone, in 16 bits and in FP8; the same where the GPU has no FP8.
@@ -50,23 +49,18 @@ class Hardware:
     achieved_tflops: float
     link_efficiency: float = 0.9
     host_per_block_ms: float = 3.94
-    # FSDP2 on 2 H200, bound by the host: 119 ms instead of 154 (two_nodes/h200-2-nvlink-compiled_zero3_linear.json in
-    # benchmarks/results). Kernels less the update 0.71, of `zeropp` 0.69 (step_profile/h200-1-4x2048.json). `fp8-lm`
-    # took 0.6 to 1.2 times as long in six files, in the middle 0.94.
+    # FSDP2 on 2 H200: 119 ms instead of 154 (two_nodes/h200-2-nvlink-compiled_zero3_linear.json in benchmarks/results);
+    # kernels less the update 0.71 (step_profile/h200-1-4x2048.json). `fp8-lm`: 0.6 to 1.2 in six files.
     compiled_host: float = 0.77
     compiled_compute: float = 0.73
     compiled_fp8_host: float = 0.95
-    # PPO on 2 H200, 7 adapters a block: 659 ms of training (`qlora`) instead of 371 (all weights, `zeropp`), both bound
-    # by the host (benchmarks/results/rlhf_step/h200-2-25gbit.json and -full.json; 0.06 by those of 4 H200). A block has
-    # 178 operations that are no views instead of 114 (0.08), and with 32 hidden units it takes 2.0 times as long on a
-    # CPU (0.15).
+    # PPO on 2 H200, 7 adapters per block: training 659 ms (`qlora`) instead of 371 (all weights, `zeropp`), both bound
+    # by the host (benchmarks/results/rlhf_step/h200-2-25gbit.json and -full.json; 0.06 by those of 4 H200).
     adapter_host: float = 0.11
-    # A linear layer of 8,192 tokens, the median of three shapes, "bf16" and "delayed" E4M3
-    # (benchmarks/results/fp8_linear/h200-1-local.json).
+    # A linear layer of 8,192 tokens, the median of three shapes (benchmarks/results/fp8_linear/h200-1-local.json).
     matrix_tflops: float = 774
     fp8_tflops: float = 1350
-    # 1 x 1,024 tokens on 2 H100, NVLink, bound by the host: `fp8-lm` 262 ms, `zeropp` 192; without their updates 249
-    # and 173 (benchmarks/results/two_nodes/h100-2-nvlink.json). It was 0.8 before launches were made cheaper.
+    # `fp8-lm` 262 ms, `zeropp` 192; without updates 249 and 173 (benchmarks/results/two_nodes/h100-2-nvlink.json).
     fp8_host: float = 0.5
     # `lossless` with compiled blocks 127 ms, `zeropp` 101; not compiled and without the update 111
     # (benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
@@ -74,8 +68,7 @@ class Hardware:
     # `lossless` and `fp8-lm-o2` of 3.8 B parameters on one H200, 16 to 128 x 1,024 tokens, extended to none: 117 and
     # 57 ms (benchmarks/results/fp8_lm_limits/h200-1-local-batch.json), the latter less casts of weights.
     zero3_bytes: float = 132
-    # `zeropp-compiled` on one H200: 26 ms of kernels that tokens do not change
-    # (benchmarks/results/step_profile/h200-1-1x1024-before.json).
+    # 26 ms of kernels that tokens do not change (benchmarks/results/step_profile/h200-1-1x1024-before.json).
     zeropp_bytes: float = 84
     fp8_optimizer_bytes: float = 57
     # 1.0 to 1.5, on one GPU up to 2.0, in what files were fitted to.

@@ -7,12 +7,10 @@ al. do (arXiv 2205.05198, section 4.1), for a token and layer and a hidden width
     16 bits      26 h + 8 i   8 h a norm (in fp32, as transformers writes it, normalized and scaled), 6 h of q, k and v,
                               4 h of attention's result in two layouts, 2 i each of gate, up, SiLU and product
     compiled     18 h + 6 i   4 h a norm; SiLU is computed again
-    FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte; in the first step, whose scales are
-                              not yet known, SwiGLU is not fused and keeps SiLU too
+    FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte
 
-and 10 bytes per token and word for the logits, their fp32 copy and its gradient. LoRA is the same: an adapter saves
-the input, which its frozen layer need not. Frozen weights have no gradients and no optimizer states. Not counted are
-the CUDA context (about 0.5 GB), NCCL's buffers and the allocator's fragmentation.
+and 10 bytes per token and word for the logits, their fp32 copy and its gradient. With LoRA the same; frozen weights
+have no gradients and no states. The CUDA context (about 0.5 GB), NCCL's buffers and fragmentation are not counted.
 """
 
 from __future__ import annotations

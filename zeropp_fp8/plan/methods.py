@@ -51,8 +51,7 @@ class Method:
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes per parameter of the blocks' frozen weights, stored and sent as codes; None: 16 bits.
-        reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes; "ring" of this project is
-            one exchange between all ranks, after which each rank keeps its own sums.
+        reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes per gradient on the two levels.
         sums_in_node: gradients of several micro-batches add up in the node and are sent between nodes once per step
             (HSDP: each replica keeps its own until the last one).
@@ -60,8 +59,7 @@ class Method:
         deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
             which keeps its root group (embeddings, head) gathered.
         hops_overlap: the hop between nodes of one block and the hop within the node of another run at the same time.
-        host_by_tensor: DeepSpeed's own coordinator pays the host for each tensor and each gather. This project's (and
-            FSDP2's) work by block was measured to cost no more than the block's own Python.
+        host_by_tensor: DeepSpeed's own coordinator pays the host for each tensor and each gather, others by block.
         states_sharded_over: ranks that share one copy of weights and optimizer states.
         fp32_gradients: the gradient shard is fp32 (FSDP2 with fp32 parameters), else 16 bits.
         stored_gradient_bytes: bytes per stored gradient where it is neither.
@@ -69,8 +67,7 @@ class Method:
         state_bytes: bytes per parameter of master weight and moments.
         fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
         compiled: torch.compile runs the blocks.
-        cast_bytes: memory traffic of casting an operand for the products that read it, bytes per element; 0: the
-            blocks' linear layers compute in 16 bits.
+        cast_bytes: memory traffic of casting an operand, bytes per element; 0: linear layers compute in 16 bits.
         fp8_products: they multiply at the rate of FP8; MX formats are multiplied in 16 bits.
         reduces_by_tensor: DeepSpeed's reducer takes the gradients, although weights are gathered by block.
     """

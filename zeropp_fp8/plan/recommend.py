@@ -21,9 +21,8 @@ from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, Estimate, estimate
 
 EXACT = ("stock", "lossless")  # bit for bit the same
 # Held-out loss above the reference, in percent: the largest mean of a group of three runs or more, and where there is
-# none of any group (docs/results-quality.md; tests/plan/test_recommend.py reads the results). What was not measured by
-# itself in three runs has that of what rounds alike or more: `zeropp-pcie` and `zeropp-exact` of `zeropp`, -o2 of -o1,
-# `fp8-lm-zeropp` of `fp8-lm`. `mxfp8`, no faster before Blackwell, is there to be studied.
+# none of any group (docs/results-quality.md; tests/plan/test_recommend.py reads the results), else that of what rounds
+# alike or more. `mxfp8`, no faster before Blackwell, is there to be studied.
 LOSS = {
     "zeropp-exact": 0.1,
     "zeropp": 0.1,

@@ -10,8 +10,7 @@ Forward and backward do not overlap, and the optimizer waits for the last gradie
 
     step = forward + backward + optimizer
     computing = operations / rate - operations of FP8 products * (1 / rate of 16 bits - 1 / rate of FP8)
-    busy = max(computing + quantizing, host)           one third of the host's time is the forward pass, which
-                                                       activation checkpointing runs again in the backward pass
+    busy = max(computing + quantizing, host)           one third of the host's time is the forward pass
     wire = bytes a node sends / link rate  and  bytes a GPU sends / rate within the node, at once (ring) or in turn
            + hops a collective * latency of a hop * collectives
 

@@ -1,19 +1,17 @@
 """Install the plugin: the names of DeepSpeed that it replaces, and how it restores them.
 
-        DeepSpeedEngine.__init__         -> an engine whose ds_config asks for the plugin gets a subclass, which builds
-                                            the plugin's ZeRO-3; engines of other classes refuse such a ds_config
-        deepspeed.DeepSpeedConfig        -> its error names the file that cannot be read
-        deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
-        deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
-                                            each parameter by the engine that it belongs to
-        zero3_linear_wrap                -> the same linear function at half the host cost
-        deepspeed.sequence               -> exchanges activations in FP8 if an engine asks for it
-        groups._clone_world_group        -> the data-parallel group has the time limit of the world
-        FlopsProfiler                    -> counts layers that compute in FP8 or MX (flops.py)
-        trl.models.utils                 -> if TRL is loaded: its generation is zeropp_fp8.generation (trl.py)
-        VLLMGeneration                   -> if TRL is loaded with vLLM: weights are handed over block by block (trl.py)
-
-`enable()` looks up every name that the plugin relies on: see relied_on.py.
+DeepSpeedEngine.__init__         -> an engine whose ds_config asks for the plugin gets a subclass, which builds
+                                    the plugin's ZeRO-3; engines of other classes refuse such a ds_config
+deepspeed.DeepSpeedConfig        -> its error names the file that cannot be read
+deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
+deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
+                                    each parameter by the engine that it belongs to
+zero3_linear_wrap                -> the same linear function at half the host cost
+deepspeed.sequence               -> exchanges activations in FP8 if an engine asks for it
+groups._clone_world_group        -> the data-parallel group has the time limit of the world
+FlopsProfiler                    -> counts layers that compute in FP8 or MX (flops.py)
+trl.models.utils                 -> if TRL is loaded: its generation is zeropp_fp8.generation (trl.py)
+VLLMGeneration                   -> if TRL is loaded with vLLM: weights are handed over block by block (trl.py)
 """
 
 from __future__ import annotations

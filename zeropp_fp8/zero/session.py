@@ -67,9 +67,8 @@ class SentFormats:
 class Session:
     """Configuration, topology and ledger of one engine, and the objects that its parts share.
 
-    Its attributes never change once it is made; the objects that they refer to may.
-    It is made once the data-parallel group exists. Making it is collective over that group and over the model-parallel
-    group, if there is one.
+    Its attributes never change; what they refer to may. Making it is collective over the data-parallel group,
+    and over the model-parallel group if there is one.
 
     Args:
         conversion: the conversion of its linear layers, if they compute in low precision.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from handover_jobs import attempt, bits, copied, engine_of, over
 from models import train
+from running import stepped
 from stand_in import Trainer
 from torch import nn
 
@@ -85,9 +86,7 @@ class Normed(nn.Module):
 def buffers():
     """Whether those of a receiver and of patches are the first rank's, after a step on data of each rank."""
     engine = over(Normed())
-    loss = engine(torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank())))
-    engine.backward(loss)
-    engine.step()
+    stepped(engine, (torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank())),))
     source = WeightSource(engine)
     receiver, patched = Receiver(), {}
     for update in filter(None, Updates(source)):

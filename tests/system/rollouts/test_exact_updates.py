@@ -37,7 +37,7 @@ def test_what_updates_hold():
 
 
 def test_buffers():
-    """Those of the first rank, as in checkpoints, and not a part of each rank's."""
+    """A receiver has the first rank's, as checkpoints do, and not a part of each rank's."""
     (updates, changes, here), (_, _, there) = run_two(jobs.buffers)
     assert updates and changes and here != there
 

@@ -5,19 +5,16 @@ A word is 32 bits: 8 codes of 4 bits or 4 of 8, the first in the lowest bits. A 
     round(number(code) * scale)        product in fp32, within the finite range, rounded to the weight's dtype
 
 as `dequantize` writes it. An H200 has time for 4 instructions per code of 4 bits that it reads, loads and products
-included. Plain code takes 8. The PTX here makes two numbers at a time, in bf16, and takes 1.9 instructions per number
-(int4), 2.3 (int8), 3.8 (int8 with scales of more than 8 bits) and 2.6 (by look-up), with the same results bit for bit:
+included; plain code takes 8. The PTX here makes two bf16 numbers at a time, in 1.9 instructions per number (int4), 2.3
+(int8), 3.8 (int8 with scales of more than 8 bits) and 2.6 (by look-up), with the same results bit for bit:
 
     int4, int8    A code between the right bits of a bf16 number is that number plus the code, and subtracting it is
                   exact. So is the product with a bf16 scale in fp32: rounded to bf16 it is what bf16 arithmetic gives.
-    look-up       With a scale of more than 8 bits the product is rounded twice, to fp32 and to bf16. The 16 possible
-                  numbers of a block are made once and kept in 8 registers, their lower bytes in 4, their upper bytes in
-                  4; `prmt` picks 4 bytes out of 8 by the codes themselves.
+    look-up       With a scale of more than 8 bits the product is rounded twice. The 16 possible numbers of a block are
+                  made once, in 8 registers of lower and upper bytes; `prmt` picks 4 bytes out of 8 by the codes.
 
-Which two numbers of a word make pair p depends on that: p and p + half of them ("halves"), which a mask leaves in the
-two halves of a register, or by look-up 2p and 2p + 1 ("neighbours").
-
-PTX clamps only where it is told to: at a scale above SAFE_SCALE.
+Pair p of a word is p and p + half of them ("halves"), which a mask leaves in the halves of a register, or by look-up 2p
+and 2p + 1 ("neighbours"). PTX clamps only where it is told to: at a scale above SAFE_SCALE.
 """
 
 from __future__ import annotations

@@ -6,14 +6,11 @@
     m, v, p -> codes and scales,   weight = decoded p
 
 (gradient FP8 1 + master FP16 2 + 2 + first moment FP8 1 + 1 + second moment FP16 2 + 2 + weight bf16 2 = 13 bytes.)
-
 State and FP8 gradients are flat buffers in which a segment (a tensor) starts at a multiple of TILE elements. Program i
 works on tile i of them, without masks. Gradients and weights that are tensors are found in a table of places.
 
 With scales per block one launch does it all. For scales per tensor a first launch works out the largest magnitudes, and
-the second repeats the update and encodes.
-
-The reference is optim/adamw.py; scales and codes are the same, bit for bit.
+the second repeats the update and encodes. The reference is optim/adamw.py: scales and codes are the same, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of a model as `save_pretrained` would name them, adapters merged, in groups that are gathered together.
+"""The weights of a model as its state dict names them, adapters merged, in groups that are gathered together.
 
 PEFT does the merging, on a twin of its layer with fp32 values: every kind of adapter that `merge_and_unload` knows is
 merged as it would, and the model that trains stays as it is.

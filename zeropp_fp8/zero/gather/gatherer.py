@@ -1,18 +1,14 @@
 """Gathers parameters: quantized once, in two levels, with the node's copy kept as received codes.
 
-Two kinds of gather exist:
+* For computing: in the configured wire format, one unit at a time. The shards' payload is encoded once and kept until
+  the weights change, so all passes see the same bits. With hpZ the result of the first hops is kept (the secondary
+  shard), and later gathers use the node's own links only. One node needs no such copy.
+* For reading and writing (`GatheredParameters` and all that is built on it): with every bit, in two levels too.
 
-* for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): in the
-  configured wire format, one unit at a time. The shards' payload is encoded once and kept until the weights change, so
-  all passes see the same bits. With hpZ the result of the first hops is kept (the secondary shard), and later gathers
-  use the node's own links only. One node needs no such copy.
-* for reading and writing (`GatheredParameters` and everything built on it): with every bit, in two levels too.
+Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank: by
+version counters ranks could disagree (a padded shard is never written) and hang.
 
-Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank. So
-all ranks agree on what each has; by version counters they could disagree (a padded shard is never written) and hang.
-
-hops.py decides what is sent when. Decoding runs on the compute stream just before the values are needed: it takes 40
-microseconds for a block of 50M parameters, and its buffer is used on one stream only.
+hops.py decides what is sent when. Decoding runs on the compute stream just before the values are needed.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class Unit(ABC):
         layout: offsets in buffers; None until `lay_out`, and again after formats have changed.
         payload: this rank's encoded shards, if they are kept, until the weights change.
         live: the engine has gathered the values that modules use, and has not dropped them yet.
-        looked_at: keys of parameters that a caller of `gather_exactly` (GatheredParameters) has gathered and not yet
-            dropped; nor does the engine. A rank may run modules that use no others alone, without a gather.
+        looked_at: keys of parameters that a caller of `gather_exactly` (GatheredParameters) has not dropped yet; nor
+            does the engine. A rank may run modules that use no others alone, without a gather.
         names: the names of the parameters in the model.
         active_modules: keys of the modules that are using the parameters now.
         writes: a process-wide number of the last write to its weights; it changes with each write.

@@ -56,18 +56,18 @@ def layers_to_merge(module: nn.Module) -> list[nn.Module]:
     Others compute their adapters as in training. PEFT cannot merge some (aLoRA, a bias that the layer lacks), swaps
     modules for others (LN Tuning), and of tied weights the other end would compute with the adapter too.
     """
-    lora, users = sys.modules.get("peft.tuners.lora.layer"), _users(module)
-    layers = [m for m in module.modules() if lora is not None and isinstance(m, lora.LoraLayer)]
-    return [m for m in layers if not m.merged and not m.disable_adapters and _can_be_merged(m, users)]
+    lora, users = getattr(sys.modules.get("peft.tuners.lora.layer"), "LoraLayer", ()), _users(module)
 
+    def can_be_merged(layer: nn.Module) -> bool:
+        base, active, variants = layer.get_base_layer(), layer.active_adapters, getattr(layer, "lora_variant", {})
+        plain = all("Dora" in type(variants[name]).__name__ for name in active if name in variants)
+        fits = getattr(base, "groups", 1) == 1 and (
+            getattr(base, "bias", None) is not None or not any(layer.lora_bias.get(name) for name in active)
+        )
+        return plain and fits and all(users[id(p)] == 1 for p in base._parameters.values() if p is not None)
 
-def _can_be_merged(layer: nn.Module, users: Counter[int]) -> bool:
-    base = layer.get_base_layer()
-    params = {name: param for name, param in base._parameters.items() if param is not None}
-    variants = getattr(layer, "lora_variant", {})
-    plain = all("Dora" in type(variants[name]).__name__ for name in layer.active_adapters if name in variants)
-    has_bias = "bias" in params or not any(layer.lora_bias.get(name) for name in layer.active_adapters)
-    return plain and has_bias and getattr(base, "groups", 1) == 1 and all(users[id(p)] == 1 for p in params.values())
+    layers = [m for m in module.modules() if isinstance(m, lora) and not m.merged and not m.disable_adapters]
+    return [layer for layer in layers if can_be_merged(layer)]
 
 
 def _users(module: nn.Module) -> Counter[int]:

@@ -19,11 +19,6 @@ from zeropp_fp8.zero.handover.update import Header, Update, sent_tensors
 WANTED = "wanted"  # a file by which an engine asks for all weights
 
 
-def as_path(folder: Path | str) -> Path:
-    """The path of a text; others, such as of a store in the cloud, stay as they are."""
-    return Path(folder) if isinstance(folder, str) else folder
-
-
 def listed(folder: Path) -> list[int]:
     """The versions in a folder, in their order."""
     return sorted(int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit())
@@ -100,7 +95,8 @@ def catch_up(folder: Path | str, receiver: Receiver) -> int | None:
             are asked for then, and come with the next version.
         FileNotFoundError: the trainer has deleted what was being read; call it again.
     """
-    way = _way(folder := as_path(folder), receiver)
+    folder = Path(folder) if isinstance(folder, str) else folder
+    way = _way(folder, receiver)
     try:
         if way is None:
             raise MissedUpdate(f"{folder} does not lead from version {receiver.version} to {listed(folder)[-1]}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.zero.export.lockstep import Lockstep
-from zeropp_fp8.zero.handover.folder import WANTED, as_path, delete, headers_of, is_whole, listed, write_version
+from zeropp_fp8.zero.handover.folder import WANTED, delete, headers_of, is_whole, listed, write_version
 from zeropp_fp8.zero.handover.source import WeightSource
 from zeropp_fp8.zero.handover.update import Update
 from zeropp_fp8.zero.handover.updates import Updates
@@ -28,7 +28,8 @@ class FolderTransfer:
     """
 
     def __init__(self, source: WeightSource, folder: Path | str, whole_every: int = 100) -> None:
-        self._folder, self._whole_every, self._wholes = as_path(folder), whole_every, []
+        self._folder = Path(folder) if isinstance(folder, str) else folder
+        self._whole_every, self._wholes = whole_every, []
         self._writes = source.session.topology.rank == 0
         lockstep = Lockstep("reading the folder of weights", here=self._writes)
         version = lockstep.call(self._found)

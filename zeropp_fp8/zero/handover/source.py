@@ -64,7 +64,7 @@ class WeightSource:
 
     Args:
         engine: a DeepSpeed engine with the plugin active, its module, or a Trainer that has begun to train.
-        weights: "merged": the whole model under the names of its checkpoint, PEFT's active adapters merged in fp32 and
+        weights: "merged": the whole model under the names of its state dict, PEFT's active adapters merged in fp32 and
             rounded once. "base": the same without adapters. "adapters": these alone, named as PEFT saves them.
         format: "none": in the dtypes that they have in training, every bit. "fp8": weights of linear layers as codes
             with scales (float8.py), adapters and everything else as with "none". What training multiplies as FP8 codes
@@ -167,7 +167,7 @@ class WeightSource:
             yield Parts(parts, number, len(groups))
 
     def _own_slice(self, name: str, tensor: Tensor, is_buffer: bool) -> OwnPart:
-        """Of a buffer that of the first rank alone, as in checkpoints: others may have other numbers."""
+        """This rank's elements; a buffer is the first rank's alone, as in checkpoints: ranks may have other numbers."""
         topology = self.session.topology
         size = tensor.numel() if is_buffer else slice_numel(tensor.numel(), topology.world_size)
         own = tensor.reshape(-1)[topology.rank * size :][:size].clone()

@@ -24,8 +24,7 @@ from zeropp_fp8.zero.handover.updates import Updates
 class Transfer:
     """Sends updates to receivers, which a client tells what comes. All ranks make it, and call its methods together.
 
-    After a failure the receivers are joined anew by the next hand-over, which has all weights: they, or the trainer,
-    may have been started again.
+    After a failure the next hand-over joins the receivers anew, and has all weights.
 
     Args:
         client: reaches the engine that has the receivers: a `VLLMWeightSyncClient` of vLLM's, or what has its methods.

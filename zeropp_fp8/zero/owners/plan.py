@@ -1,22 +1,18 @@
 """Whole tensors on one owner each, instead of a slice of every tensor on every rank: which rank owns what.
 
 FP8-LM (arXiv 2310.18313, Algorithm 1) gives a tensor with its one scale to one rank: largest first, each to the rank
-with most memory left. "balance" mends what goes wrong with large tensors:
+with most memory left. "balance" also cuts large tensors by rows:
 
-Memory. Llama-3-8B's embedding is 2.09 x the mean load of one of 32 ranks. So tensors above 1/4 of the mean load are cut
-by rows.
+Memory. Tensors above 1/4 of the mean load: Llama-3-8B's embedding is 2.09 x the mean load of one of 32 ranks.
 
-Exchange. The tensors of a transformer block are gathered together, which takes as long as the rank that owns most of
-the block. Of Llama-7B's block (202.4M elements) the busiest of 8 ranks owns 2.3 x its share by memory alone, and at
-least 1.78 x with whole tensors: gate_proj. So tensors are cut at 5/4 of a share, which leaves 1.33 x. A block's parts
-are laid out in as many bins as there are ranks, largest first to the emptiest bin, and the bins are dealt out, largest
-to the rank with most memory left.
+Exchange. A block is gathered in the time that the rank with most of it needs: of Llama-7B's block, with whole tensors,
+one of 8 ranks has at least 1.78 x its share. Cut at 5/4 of a share it has 1.33 x. A block's parts go into as many bins
+as there are ranks, largest first to the emptiest, and bins, largest first, to the rank with most memory left.
 
-Arithmetic. Muon's update takes a matrix whole (`operations`): it is not cut, and its owner multiplies matrices, 30 n^3
-operations for one of n x n. Exchanges (loads.py) even out memory and arithmetic then.
+Arithmetic. Muon takes a matrix whole (`operations`), 30 n^3 operations for one of n x n: it is not cut. Exchanges
+(loads.py) even out memory and arithmetic then.
 
-Planning only: no communication, no tensors. All comparisons are between integers and all ties end at the rank's number,
-so every rank computes the same plan.
+All comparisons are between integers and all ties end at the rank's number, so every rank computes the same plan.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 FP8-LM (arXiv 2310.18313), section 2.1. Rank i's gradient g_i is sent as FP8(g_i * e) with the same e on every rank, so
 codes are added unchanged. With s = largest code / amax of the tensor over all ranks, and N ranks, e = s * mu, and the
-mean gradient is the sum / (s * mu * N). (The paper's other choices are worse: e = s / N turns small values into zeros,
-and e = s cuts the sum off at the largest code; benchmarks/fp8_lm_policies.py compares them.)
+mean gradient is the sum / (s * mu * N). (e = s / N turns small values into zeros, and e = s cuts sums off.)
 
 mu is halved after a step in which more than 0.001 % of FP8 numbers are at the largest code, and otherwise grows by 2
-over 1,000 steps. (The paper's "is set to 1/2 in the next step" is read as halved: 1/2 could not follow sums that need
-1/8.) The share counts all tensors and ranks together, but ranks' gradients, partial sums between the hops and stored
-results apart; the largest share decides.
+over 1,000 steps. (The paper's "is set to 1/2" is read as halved: 1/2 could not follow sums that need 1/8.) Ranks'
+gradients, partial sums between the hops and stored results count apart; the largest share decides.
 
 amax comes from earlier steps: with the step's own amax mu would cancel. It is reduced over ranks once per step for all
 tensors; a tensor that has none yet takes its current one, in one more collective.
