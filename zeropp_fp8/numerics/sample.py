@@ -8,7 +8,7 @@
 What is sent exactly, and weights stored as codes, are left out. Exact means take fp32 reductions of their own.
 
 A step that is not sampled makes four more calls in Python. A sampled one looks at one in `parts` of the units that
-round something, in turn, and its numbers have its cost: seconds beyond the mean of steps before, or those of comparisons.
+round something, in turn, and its numbers have its cost: seconds beyond the mean of steps before, or of comparisons.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from zeropp_fp8.zero.fall_back import fall_back, what_falls_back
 from zeropp_fp8.zero.stage_part import StagePart
 
 WINDOW, LEAST = 32, 8  # losses that a jump is measured by: at most, and at least
-SMALLEST_SPREAD = 0.01  # of the mean loss: a run whose losses hardly differ would see jumps everywhere
+SMALLEST_SPREAD, SMALLEST_MEAN = 0.01, 0.01  # of the mean loss, which is 0 up to rounding in GRPO's first steps
 
 
 def jumps(loss: float, earlier: deque[float], spike: float) -> bool:
@@ -29,7 +29,7 @@ def jumps(loss: float, earlier: deque[float], spike: float) -> bool:
     if len(earlier) < LEAST:
         return False
     mean = statistics.fmean(earlier)
-    return loss > mean + spike * max(statistics.pstdev(earlier), SMALLEST_SPREAD * abs(mean))
+    return loss > mean + spike * max(statistics.pstdev(earlier), SMALLEST_SPREAD * max(abs(mean), SMALLEST_MEAN))
 
 
 class Watch(StagePart):
