@@ -218,6 +218,23 @@ def float8_weights(ways):
     return found
 
 
+def under_inference_mode(ways):
+    """{way: losses of steps after hand-overs of FP8 codes, without torch.inference_mode() and under it}."""
+    found = {}
+    for way in ways:
+        recipe, fields = WAYS[way]
+        for under in (False, True):
+            engine, losses = engine_of(recipe, dtype="bf16", **fields), []
+            source = WeightSource(engine, format="fp8")
+            for _ in range(2):
+                with torch.inference_mode(under):
+                    copied(source)
+                losses += train(engine, 1)
+            found.setdefault(way, []).append(losses)
+            engine.destroy()
+    return found
+
+
 def same_codes(got, name, codes, scale):
     rows, columns = got[name].shape
     wanted = scale.expand(rows, 1) if scale.dim() == 1 else scale

@@ -87,6 +87,13 @@ def test_float8_weights():
             assert group["weights"]["strategy"] == ("block" if way == "a scale per tile" else "channel")
 
 
+def test_under_inference_mode():
+    """What a hand-over leaves serves the next step of training."""
+    for found in run_two(jobs.under_inference_mode, ways=["fp8-lm", "FP8 operands, node's copy", "zeropp"]):
+        for way, (without, under) in found.items():
+            assert under == without, way
+
+
 def test_adapters_merged_into_float8():
     """Rounded once, from fp32: half a step of bf16 besides would be seen in a scale, which is of the largest number."""
     for close, declared, ignored in run_two(jobs.merged_into_float8):
