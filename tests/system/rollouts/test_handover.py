@@ -88,7 +88,7 @@ def test_float8_weights():
 
 
 def test_under_inference_mode():
-    """What a hand-over leaves serves the next step of training."""
+    """The next step of training computes with what a hand-over leaves."""
     for found in run_two(jobs.under_inference_mode, ways=["fp8-lm", "FP8 operands, node's copy", "zeropp"]):
         for way, (without, under) in found.items():
             assert under == without, way
