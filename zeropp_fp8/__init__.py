@@ -92,7 +92,7 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True, graph
             "codes": linear layers' weights as codes, as they are stored or sent: a half to a quarter of the memory;
             on a GPU a product of few rows uses the codes themselves, otherwise one block at a time is decoded.
             "sharded": nothing; every token gathers all weights (within the node, if there is a secondary shard), and
-            ranks generate in step. "auto": the first of these that takes at most half of the free memory of any rank.
+            ranks generate in step. "auto": the first of these that takes at most half of the free memory of each rank.
         merge_adapters: if values stay, merge active LoRA and DoRA into them (into them only), which saves two of three
             products of a layer. Sums are rounded to the weights' dtype, like those of a merged model. Other adapters,
             and those on tied weights, are computed as in training.

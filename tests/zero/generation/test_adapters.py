@@ -1,4 +1,4 @@
-"""LoRA layers in one forward, beside PEFT's own: the same sums, no less exact, and PEFT's wherever it must be."""
+"""LoRA layers in one forward, beside PEFT's own: the same sums, no less exact; and which layers are merged."""
 
 import warnings
 
@@ -7,13 +7,14 @@ import torch
 from error_bounds import UNIT_ROUNDOFF
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import llama
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zeropp_fp8.zero.generation.adapters import direct_forward, with_adapters
-from zeropp_fp8.zero.generation.layers import lora_layers
+from zeropp_fp8.zero.generation.layers import layers_to_merge, lora_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -206,3 +207,26 @@ def test_dropout_when_training():
         assert torch.equal(forward(x), forward(x))
         layer.train()
         assert not torch.equal(forward(x), forward(x))
+
+
+class Quantized(LoraLinear):
+    """Merges as PEFT's layers of bitsandbytes do: the base layer gets another parameter."""
+
+    def merge(self, *_, **__):
+        raise AssertionError("this would stay")
+
+
+def test_layers_of_other_libraries_are_left_alone():
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    assert layers_to_merge(model) == adapted and len(adapted) == 4
+    adapted[1].__class__ = Quantized
+    assert layers_to_merge(model) == [adapted[0], *adapted[2:]]
+
+
+def test_what_is_merged_or_disabled_already():
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    first, second, *others = layers_to_merge(model)
+    first.merge()
+    second.enable_adapters(False)
+    assert layers_to_merge(model) == others

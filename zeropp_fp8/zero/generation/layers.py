@@ -53,8 +53,8 @@ def lora_layers(module: nn.Module) -> Iterator[nn.Module]:
 def layers_to_merge(module: nn.Module) -> list[nn.Module]:
     """Layers whose active LoRA or DoRA PEFT adds to weights that only they read.
 
-    Others compute their adapters as in training. PEFT cannot merge some (aLoRA, a bias that the layer lacks), swaps
-    modules for others (LN Tuning), and of tied weights the other end would compute with the adapter too.
+    Others compute as in training. PEFT cannot merge some (aLoRA, a bias that the layer lacks), puts other modules or
+    weights in their place (LN Tuning, bitsandbytes), and of tied weights the other end would compute with it too.
     """
     lora, users = getattr(sys.modules.get("peft.tuners.lora.layer"), "LoraLayer", ()), _users(module)
 
@@ -66,8 +66,8 @@ def layers_to_merge(module: nn.Module) -> list[nn.Module]:
         )
         return plain and fits and all(users[id(p)] == 1 for p in base._parameters.values() if p is not None)
 
-    layers = [m for m in module.modules() if isinstance(m, lora) and not m.merged and not m.disable_adapters]
-    return [layer for layer in layers if can_be_merged(layer)]
+    layers = [m for m in module.modules() if isinstance(m, lora) and type(m).__module__ == lora.__module__]
+    return [m for m in layers if not m.merged and not m.disable_adapters and can_be_merged(m)]
 
 
 def _users(module: nn.Module) -> Counter[int]:
