@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.report.blocks import Block, bold, paragraph, table
-from benchmarks.report.rows import GIB, by_run
+from benchmarks.report.rows import GIB, by_run, link_says
 
 # run -> label, the run of stock that it is compared with
 STEPS = {
@@ -17,8 +17,8 @@ FEW_BYTES = ("qlora", "zeropp")
 
 
 def rlhf_step(*results: dict) -> str:
-    """Milliseconds of the training phase; each machine's runs are in two results."""
-    two, four, nvlink = (by_run(*results[n : n + 2]) for n in (0, 2, 4))
+    """Milliseconds of the training phase; the runs of the second and third machine are in two results each."""
+    two, four, nvlink = by_run(results[0]), by_run(*results[1:3]), by_run(*results[3:])
     rows = []
     for run, (label, stock) in STEPS.items():
         cells = []
@@ -31,14 +31,17 @@ def rlhf_step(*results: dict) -> str:
     return table([*head, "NVLink", "x stock"], rows)
 
 
-def rlhf_step_says(full: dict, nvlink: dict) -> str:
+def rlhf_step_says(two: dict, full: dict, nvlink: dict) -> str:
     """Where the network no longer is the limit, and where it is."""
     found, sent = by_run(nvlink), {row["run"]: row["training_tx_bytes_per_node"] for row in full["rows"]}
     qlora, stock = (found[run]["training_ms"] for run in ("qlora", "stock-lora"))
+    of_two = by_run(two)
+    stock_two, least = of_two["stock-full"], of_two["zeropp"]["training_ms"]
     return paragraph(
         f"""With `qlora` and `zeropp` the network no longer bounds a step (`qlora` on four GPUs over NVLink: {qlora:.0f}
         ms, stock {stock:.0f} ms, {stock / qlora:.1f} x). `fp8-lm` sends {sent["fp8-lm"] / sent["zeropp"]:.1f} times the
-        bytes of `zeropp`."""
+        bytes of `zeropp`. In the run of 2 x 1 with all weights
+        {link_says(two, stock_two["training_tx_bytes_per_node"], stock_two["training_ms"], least)}"""
     )
 
 
@@ -60,7 +63,7 @@ def rlhf_step_h100(result: dict) -> str:
 
 def rlhf_gives(*results: dict) -> str:
     """The training phase of PPO in one sentence, and where the rest is."""
-    of_gpu = by_run(*results[:2]), by_run(results[2])  # two results of H200
+    of_gpu = [by_run(result) for result in results]
     ms = [{run: row["training_ms"] for run, row in found.items()} for found in of_gpu]
     parts = [
         f"`{run}` {each[run]:,.0f} ms instead of stock's {each['stock-full']:,.0f} on two {gpus} "
@@ -189,8 +192,8 @@ def rlhf_demo(result: dict) -> str:
     )
 
 
-MACHINES = ("h200-2-25gbit", "h200-4-25gbit", "h200-2-nvlink")
-STEP_FILES = tuple(f"rlhf_step/{name}{part}" for name in MACHINES for part in ("", "-full"))
+TWO_NODES = "rlhf_step/h200-2-25gbit"
+STEP_FILES = tuple(f"rlhf_step/h200-{name}{part}" for name in ("4-25gbit", "2-nvlink") for part in ("", "-full"))
 FULL_H100 = "rlhf_step/h100-2-25gbit-full"
 LIMITS = tuple(f"rlhf_limits/h200-1-local-{part}" for part in ("lora_24gib", "lora_40gib", "full_64gib"))
 
@@ -212,10 +215,10 @@ def rlhf_exact(result: dict) -> str:
 
 
 BLOCKS = {
-    "rlhf_step": Block(rlhf_step, STEP_FILES, cut_short=("rlhf_step/h200-4-25gbit",)),
-    "rlhf_step_says": Block(rlhf_step_says, ("rlhf_step/h200-4-25gbit-full", "rlhf_step/h200-4-nvlink")),
+    "rlhf_step": Block(rlhf_step, (TWO_NODES, *STEP_FILES), cut_short=("rlhf_step/h200-4-25gbit",)),
+    "rlhf_step_says": Block(rlhf_step_says, (TWO_NODES, "rlhf_step/h200-4-25gbit-full", "rlhf_step/h200-4-nvlink")),
     "rlhf_step_h100": Block(rlhf_step_h100, (FULL_H100,)),
-    "rlhf_gives": Block(rlhf_gives, (*STEP_FILES[:2], FULL_H100)),
+    "rlhf_gives": Block(rlhf_gives, (TWO_NODES, FULL_H100)),
     "rlhf_memory": Block(rlhf_memory, ("rlhf_step/h200-1-local",)),
     "rlhf_limits": Block(rlhf_limits, LIMITS),
     "rlhf_limits_says": Block(rlhf_limits_says, (LIMITS[1],), sourced=False),  # the table above names it

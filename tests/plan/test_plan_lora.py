@@ -35,7 +35,7 @@ from zeropp_fp8.plan.step_time import codec_bytes, host_seconds
 
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "benchmarks/results/plan_fit/README.md"
 STORES = [name for name, method in METHODS.items() if method.stored_bytes is not None and method.difference_of]
-DIFFERENCE = 0.18 / 8  # bytes of an adapter's code at 1e-5
+CODE = 1 + 2 / 256  # bytes of an adapter's code, which changes almost wholly
 SIZE = SIZES["8b"]
 LLAMA_8B = llama(SIZE.hidden, SIZE.intermediate, SIZE.layers, SIZE.heads, SIZE.kv_heads, SIZE.vocabulary)
 JOB = Job(LLAMA_8B, Cluster(2, 4, 25), 1024, kept_parameters=0, lora=Lora(16))
@@ -81,10 +81,10 @@ def test_names_and_adapters_are_those_of_the_benchmark():
         # 2 nodes of 4: a ring's link carries 7/8, two levels half. Frozen weights travel twice, adapters three times.
         ("stock", 7 / 8 * 2 * (2 * LLAMA_8B.parameters + 3 * ADAPTERS)),
         ("lossless", 2 * (LLAMA_8B.parameters + ADAPTERS) + 7 / 8 * 2 * ADAPTERS),
-        ("zeropp", ADAPTERS * (DIFFERENCE + 1 / 2 + 2 / 128) / 2),
+        ("zeropp", ADAPTERS * (CODE + 1 / 2 + 2 / 128) / 2),
         ("zeropp-whole", ADAPTERS * (1 + 2 / 256 + 1 / 2 + 2 / 128) / 2),
         ("zeropp-4bit", ADAPTERS * 2 * (1 / 2 + 2 / 128) / 2),
-        *((name, ADAPTERS * (DIFFERENCE + 1 / 2 + 2 / 128) / 2) for name in STORES),
+        *((name, ADAPTERS * (CODE + 1 / 2 + 2 / 128) / 2) for name in STORES),
     ],
 )
 def test_bytes_between_two_nodes(name, expected):
@@ -96,7 +96,7 @@ def test_codes_move_within_nodes_twice_or_not_at_all():
     gradients = ADAPTERS * (1 + 2 / 128)
     weights = 2 * (blocks * (0.5 + 2 / 64) + (rest + ADAPTERS) * (1 + 2 / 256))
     assert estimate(METHODS["int4"], JOB, H200).intra_bytes == pytest.approx(3 / 4 * (weights + gradients))
-    weights = ADAPTERS * DIFFERENCE
+    weights = ADAPTERS * CODE
     assert estimate(METHODS["int4-rank"], JOB, H200).intra_bytes == pytest.approx(3 / 4 * (weights + gradients))
 
 
@@ -115,11 +115,12 @@ def test_bytes_against_the_ledger_and_the_interface():
     points = load_points(RESULTS / "lora_step/h200-2-25gbit.json")
     assert [ALIASES.get(row["run"], row["run"]) for row in rows] == [p.run.removesuffix(WHOLE) for p in points]
     for row, point in zip(rows, points):
-        modelled = moved(point.run, point.job)
-        # Which 2e8 parameters stock keeps from forward to backward, the settings do not say.
-        assert modelled == pytest.approx(row["tx_bytes_per_node_step"], rel=0.025), row["run"]
-        if "wire" in row:
-            assert modelled == pytest.approx(row["wire"]["inter"], rel=0.01), row["run"]
+        modelled, sent = moved(point.run, point.job), row["tx_bytes_per_node_step"]
+        if METHODS[point.run].difference_of:  # whole codes are the most that an exact difference takes
+            gradients = ADAPTERS * (1 / 2 + 2 / 128) / 2
+            assert gradients + 0.8 * (modelled - gradients) < row["wire"]["inter"] < sent < modelled, row["run"]
+        else:  # which 2e8 parameters stock keeps from forward to backward, the settings do not say
+            assert modelled == pytest.approx(sent, rel=0.025), row["run"]
 
 
 # -- computing, decoding, host
@@ -245,6 +246,7 @@ def test_the_page_says_how_well_it_fits():
         ("h100-2-pcie.json", "fsdp2-compiled", 1024),
         ("h200-2-nvlink-4x2048.json", "fsdp2-torchao-compiled", 8192),  # not steady either
         ("h200-1-local-sequence.json", "fp8-lm-o2", 8192),
+        ("h200-2-25gbit.json", "stock-leaf", 1024),  # of LoRA, in no step of which TCP had no timeout
     ]
     assert sorted(checked) == [
         file
@@ -261,7 +263,7 @@ def test_the_page_says_how_well_it_fits():
 def test_memory_of_measured_peaks():
     """Without any fit. One run is of the code before embeddings were read in place, which held more."""
     points = [p for p in load_points(RESULTS) if p.job.lora and p.run in METHODS and not p.phase]
-    assert len(points) == 15
+    assert len(points) == 12
     for point in points:
         modelled = memory_per_gpu(METHODS[point.run], point.job).peak
         if point.source == "h200-2-nvlink-before.json" and point.run == "qlora-whole":
@@ -339,7 +341,7 @@ def test_command_line_json_agrees_with_the_model(capsys):
 def test_command_line_checks_results_of_lora(capsys):
     plan_fit.main([str(RESULTS / "lora_step"), "--fit", "host_per_block_ms"])
     out = capsys.readouterr().out
-    assert "qlora-whole (LoRA) @ 25 Gbit/s" in out and "of 4 points" in out
+    assert "qlora (LoRA) @ 25 Gbit/s" in out and "of 4 points" in out
 
 
 @pytest.mark.parametrize(

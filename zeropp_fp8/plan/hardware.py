@@ -55,7 +55,7 @@ class Hardware:
     compiled_compute: float = 0.73
     compiled_fp8_host: float = 0.95
     # PPO on 2 H200, 7 adapters per block: training 659 ms (`qlora`) instead of 371 (all weights, `zeropp`), both bound
-    # by the host (benchmarks/results/rlhf_step/h200-2-25gbit.json and -full.json; 0.06 by those of 4 H200).
+    # by the host (6d871a5; 0.035 in benchmarks/results/rlhf_step/h200-2-25gbit.json: 472 and 380 ms at 9e0ab3ca).
     adapter_host: float = 0.11
     # A linear layer of 8,192 tokens, the median of three shapes (benchmarks/results/fp8_linear/h200-1-local.json).
     matrix_tflops: float = 774
