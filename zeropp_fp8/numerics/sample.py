@@ -179,23 +179,26 @@ class Sampler(StagePart):
                 values = param.data if operand is None else operand.dequantize()
                 own = self.session.placement.own_part(param, values)
                 shard = sharded.unpadded(param, own.numel()).to(own.device)
+                if unit.brought is not None:  # numbers of experts that were not gathered are NaN
+                    came = own.isfinite() | ~shard.isfinite()
+                    shard, own = shard[came], own[came]
                 self._note("weights", id(param), shard, own)
 
     def _reduce(self, reduce: Callable, unit: ReductionUnit, grads: Sequence[Tensor], *others, **options):
         chosen = [(p, grad) for p, grad in zip(unit.params, grads or ()) if p in self.reduced]
         if chosen and self._rounds_gradients:
-            session, topology = self.session, self.session.topology
+            session, topology = unit.session, unit.session.topology  # experts of a mixture have their own
             some, grads_hp = [p for p, _ in chosen], [grad.view(sharded.shape(p)).float() for p, grad in chosen]
-            self._add(WHOLE, some, grads_hp, None)
+            self._add(WHOLE, some, grads_hp, None, session)
             hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.formats.within is not None
             if hops and session.config.gradients.scales == "block":
-                self._add(WITHIN, some, grads_hp, session.formats.within)
+                self._add(WITHIN, some, grads_hp, session.formats.within, session)
         return reduce(unit, grads, *others, **options)
 
     @torch.no_grad()
-    def _add(self, kind: str, params: list[Parameter], grads_hp: list[Tensor], intra_format) -> None:
+    def _add(self, kind: str, params: list[Parameter], grads_hp: list[Tensor], intra_format, session) -> None:
         """Add this rank's parts of the mean over ranks, exact but for `intra_format`. Collective."""
-        start, session, device = time.perf_counter(), self.session, self.session.device
+        start, device = time.perf_counter(), session.device
         args = ([sharded.shape(p) for p in params], [torch.float32] * len(params), session.topology, intra_format, None)
         plan = session.placement.reduce_plan(params, *args, device)
         parts = [torch.zeros(session.own_numel(p), dtype=torch.float32, device=device) for p in params]

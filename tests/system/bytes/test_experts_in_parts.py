@@ -55,6 +55,22 @@ def test_bytes():
     assert saved == 3 * sum(unused) * of_expert - masks and sum(unused) > 0
 
 
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
+def test_no_rank_chooses_any(recipe):
+    """Nothing is gathered of experts then."""
+    for differing, brought in run_ranks(jobs.without_tokens, recipe=recipe):
+        assert differing == {} and brought == [0, 0]
+
+
+def test_numbers_of_weights_that_were_not_gathered():
+    """They are no part of a sample; those that were have the numbers that they have among all."""
+    every, used, brought = run_ranks(jobs.sampled)[0]
+    assert 0 < max(brought) < jobs.EXPERTS and [row["layer"] for row in every] == [row["layer"] for row in used]
+    for whole, part in zip(every, used):
+        assert whole["non_finite"] == part["non_finite"] == 0
+        assert part["snr_db"] == pytest.approx(whole["snr_db"], abs=1) and part["amax"] <= whole["amax"]
+
+
 GENERATING = [("lossless", {}), ("qlora", {"adapt": jobs.adapted, "dtype": "bf16", "fields": INT4})]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -22,6 +24,7 @@ from running import (
     resumed,
     run,
     see,
+    shared_folder,
     step,
     stepped,
     update,
@@ -143,6 +146,48 @@ def all_and_used(kind, recipe, fields=None, adapt=None, how="steps", dtype="fp32
 
 def _outside(engine):
     return zeropp_fp8.wire_report(engine)["outside_steps"]
+
+
+class Alone(torch.nn.Module):
+    """Blocks of experts, of whose tokens the first `some` are computed, which may be none."""
+
+    def __init__(self):
+        super().__init__()
+        model = QWEN()
+        self.embedding = model.model.embed_tokens
+        self.blocks = torch.nn.ModuleList(layer.mlp for layer in model.model.layers)
+
+    def forward(self, tokens, some):
+        hidden = self.embedding(tokens).flatten(0, 1)
+        for block in self.blocks:
+            _, weights, chosen = block.gate(hidden)
+            computed = block.experts(hidden[:some], chosen[:some], weights[:some])
+            hidden = torch.cat([hidden[:some] + computed, hidden[some:]])
+        return hidden.float().square().mean()
+
+
+def without_tokens(recipe):
+    """How training with what is used differs from all: a rank without tokens, all of them, and then some again."""
+    (tokens,) = few(1)
+    data = [(tokens, 3), (tokens, 3 if dist.get_rank() else 0), (tokens, 0), (tokens, 2)]
+    runs = []
+    for gather in ("all", "used"):
+        spec = Spec(section(recipe, experts={"gather": gather}), "bf16", model=Alone)
+        runs.append(run(spec, [step, step, step, see(_brought), step], ["masters"], data=data))
+    return differing(*runs, but=["seen"]), runs[1].seen[0]
+
+
+def sampled():
+    """Rows of the numerics of a step, of weights of experts, with all and with used; and what was brought."""
+    found = []
+    for gather in ("all", "used"):
+        file = Path(shared_folder()) / "numerics.jsonl"
+        numerics = {"every": 1, "parts": 1, "file": str(file)}
+        spec = Spec(section("zeropp", experts={"gather": gather}, numerics=numerics), "bf16", model=QWEN)
+        trace = run(spec, [step, see(_brought)], data=few(1))
+        rows = json.loads(file.read_text())["rows"]
+        found.append([row for row in rows if row["kind"] == "weights" and "experts" in row["layer"]])
+    return *found, trace.seen[0]
 
 
 def generated(recipe, fields=None, adapt=None, dtype="fp32"):

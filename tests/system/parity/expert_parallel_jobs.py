@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,13 @@ def recipes(chosen, experts=2, fields=None, how=(), **options):
         trace = trained(spec, [*how, *[step] * 4], ["bytes"] if recipe else [])
         found.append((trace.losses, trace.bytes))
     return found
+
+
+def sampled(experts):
+    """Rows of the numerics of two steps of `zeropp`, on rank 0."""
+    file = Path(shared_folder()) / "numerics.jsonl"
+    trained(of("zeropp", experts, fields={"numerics": {"every": 1, "parts": 1, "file": str(file)}}), [step] * 2, ())
+    return [json.loads(line)["rows"] for line in file.read_text().splitlines()]
 
 
 def whole_and_differences(recipe, experts, **options):

@@ -51,6 +51,30 @@ def test_recipes_train_like_stock(ranks_per_node, experts):
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("granularity", ["module", "parameter"])
+def test_gradients_of_experts_are_not_joined_with_others(granularity, experts):
+    """Outside units of blocks, where neighbours share a message: experts are reduced over other ranks."""
+    fields = {"gather_granularity": granularity}
+    for (stock, _), (losses, _) in run_ranks(
+        jobs.recipes, ranks_per_node=2, chosen=["zeropp"], experts=experts, fields=fields
+    ):
+        assert losses == pytest.approx(stock, rel=1e-2) and losses != stock
+
+
+@pytest.mark.parametrize("experts, ranks_per_node", [(2, 2), (2, 1), (4, 2)])
+def test_numbers_of_gradients_of_experts(experts, ranks_per_node):
+    """A sample is taken of experts as of other weights. Experts of one rank alone are reduced exactly."""
+    samples = run_ranks(jobs.sampled, ranks_per_node=ranks_per_node, experts=experts)[0]
+    for rows in samples:
+        of_experts = {row["kind"]: row["snr_db"] for row in rows if "experts" in row["layer"]}
+        if experts == 4:
+            assert of_experts["gradients"] is None
+        else:
+            assert of_experts["gradients"] == pytest.approx(18, abs=4)
+        assert all(row["snr_db"] is not None for row in rows if "q_proj" in row["layer"])
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize(
     "fields, config",
     [({"secondary": {"scope": 2}}, {}), ({}, {"zero_optimization": {"offload_param": {"device": "cpu"}}})],

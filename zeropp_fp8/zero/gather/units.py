@@ -110,10 +110,12 @@ class Unit(ABC):
         active_modules: keys of the modules that are using the parameters now.
         writes: a process-wide number of the last write to its weights; it changes with each write.
         may_prefetch: whether it may be gathered before the module that uses it runs.
+        brought: the packed experts that the last gather has brought; None: all.
     """
 
     may_differ = False
     may_prefetch = True
+    brought: frozenset[int] | None = None
 
     def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
         self.params, self.storage, self.persistent = params, storage, persistent

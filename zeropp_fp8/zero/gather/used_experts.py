@@ -39,14 +39,11 @@ Span = tuple[int, int]  # (first byte, byte after the last)
 class InParts(SlicedUnit):
     """A unit of packed experts; `in_parts` makes the classes.
 
-    Attributes:
-        wanted: the experts that a gather brings which starts now; None: all.
-        brought: those that the last gather has brought.
+    `wanted` are the experts that a gather brings which starts now; None: all.
     """
 
     may_prefetch = False  # before the routing is known
     wanted: frozenset[int] | None = None
-    brought: frozenset[int] | None = None
 
     def lay_out(self) -> None:
         before = self.layout
@@ -131,7 +128,8 @@ class InParts(SlicedUnit):
         spans, _ = self._spans_of(self.brought)
         of_rows = [(row, *span) for row, rank in zip(rows, self.route.rank_order.slices) for span in spans[rank]]
         parts = gathered.split([end - start for _, start, end in of_rows])
-        torch._foreach_copy_([row[start:end] for row, start, end in of_rows], parts)
+        if of_rows:  # no rank may have chosen any
+            torch._foreach_copy_([row[start:end] for row, start, end in of_rows], parts)
         values, operands = super().decode(rows.view(-1))
         return Arrived([(param, value, False) for param, value, _ in values], operands)
 

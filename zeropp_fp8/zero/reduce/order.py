@@ -34,12 +34,13 @@ def reduction_units(
     units: dict[object, list[Parameter]] = {}
     vectors: list[Parameter] = []
     for param in parameters:
-        index = block_of.get(id(param))
-        if joined_numel and index is not None and is_vector(sharded.shape(param)):
+        index, shared_by = block_of.get(id(param)), sharded.experts_group(param)
+        if joined_numel and index is not None and shared_by is None and is_vector(sharded.shape(param)):
             vectors.append(param)
-        else:
-            shared_by = sharded.experts_group(param)
-            units.setdefault(param if index is None else (index, shared_by), []).append(param)
+        else:  # those with a tuple for a key are not joined with others
+            within = param if index is None else index
+            apart = index is not None or shared_by is not None
+            units.setdefault((within, shared_by) if apart else param, []).append(param)
     place = {id(p): index for index, p in enumerate(registered)}
     ordered = sorted(units.items(), key=lambda item: max(place[id(p)] for p in item[1]), reverse=True)
     if vectors:
