@@ -105,7 +105,8 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def forward(self, *inputs, **kwargs):
         try:
-            return super().forward(*inputs, **kwargs)
+            with self.zeropp_fp8_session.exchanging():
+                return super().forward(*inputs, **kwargs)
         except BaseException:
             self._zeropp_fp8_offload.leave_forward()
             raise
@@ -113,7 +114,8 @@ class ZeroppEngine(DeepSpeedEngine):
     def backward(self, loss, *args, **kwargs):
         for part in self.zeropp_fp8_session.parts:
             part.loss_is(loss)
-        return super().backward(loss, *args, **kwargs)
+        with self.zeropp_fp8_session.exchanging():
+            return super().backward(loss, *args, **kwargs)
 
     def step(self, *args, **kwargs):
         super().step(*args, **kwargs)

@@ -8,14 +8,16 @@ single_all_to_all. The all-gather of image patches in UlyssesSPViTAttention stay
 
 Every exchange belongs to one engine. The process group does not tell which: the models of RLHF share it. So hooks on an
 engine's modules set its exchange while their forward runs, also again for activation checkpointing (ActivationHooks);
-the backward of an exchange belongs to the engine of its forward. An exchange outside any module's forward is
-DeepSpeed's own. All ranks of a group must run the same engine's forward, which a collective demands anyway.
+where engines share modules, the one whose `forward` or `backward` was called has it (`exchanging`). The backward of an
+exchange belongs to the engine of its forward. An exchange outside any module's forward is DeepSpeed's own. All ranks of
+a group must run the same engine's forward, which a collective demands anyway.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class _Now:
 
     def __init__(self) -> None:
         self.exchange: ActivationExchange | None = None
+        self.of_engine: tuple[ActivationExchange | None] | None = None  # of the one that was called; None: none was
         self.backward = False  # inside the backward of an exchange
         self.evaluating = False
         self.entered: list[tuple[nn.Module, ActivationExchange | None]] = []  # with the exchange before
@@ -75,7 +78,17 @@ class ActivationHooks(StagePart):
         if not _now.entered:  # only for the outermost: reentrant checkpointing switches gradients off inside
             _now.evaluating = not torch.is_grad_enabled()
         _now.entered.append((module, _now.exchange))
-        _now.exchange = self.exchange
+        _now.exchange = self.exchange if _now.of_engine is None else _now.of_engine[0]
+
+
+@contextmanager
+def exchanging(exchange: ActivationExchange | None):
+    """While an engine runs its model, which others may have hooks on, exchanges are its own; None: DeepSpeed's."""
+    before, _now.of_engine = _now.of_engine, (exchange,)
+    try:
+        yield
+    finally:
+        _now.of_engine = before
 
 
 def _leave(module: nn.Module, args, output) -> None:
@@ -209,8 +222,10 @@ def exchange_in_fp8(model: nn.Module, session) -> None:
             "layers exchange tokens, or remove the key"
         )
     if wire_format == "none" and all(sharded.experts_group(param) is None for param in model.parameters()):
+        session.exchanging = functools.partial(exchanging, None)
         return
     exchange = ActivationExchange(session.place.node, session.ledger)
+    session.exchanging = functools.partial(exchanging, exchange)
     exchange.off = wire_format == "none"  # then it counts what AutoEP sends
     for group in found:
         exchange.route(group)  # torch.compile must not be the first to ask

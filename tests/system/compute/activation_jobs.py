@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from models import llama, section
 from ranks import attempt
-from running import Running, Spec, backward, evaluate, evaluated, forward, on_engine, run, see, step, update
+from running import Running, Spec, backward, evaluate, evaluated, forward, on_engine, run, see, step, stepped, update
 from torch import nn
 
 import zeropp_fp8
@@ -386,6 +387,26 @@ def two_engines(steps=4):
     fallen = evaluated(engines[0], batch)
     hooks.remove()
     return losses, reports, before, after, evaluated(engines[0], batch), (said, fallen)
+
+
+def shared_model(fp8):
+    """Two engines over one model, the first trains with `fp8`, the second only evaluates without, or the other way.
+
+    Returns:
+        Their losses, and the first one's bytes of activations in a step, together; then each over a model of its own.
+    """
+    mpu, found = sequence_parallel(), []
+    for shared in (True, False):
+        make = functools.partial(SplitModel, mpu.get_sequence_parallel_group())
+        model, (batch, *_) = make(), list(parts(2))
+        policy = spec_of(None, mpu, fp8=fp8).engine(model)
+        reference = replace(spec_of(None, mpu, fp8=not fp8), optimizer=None).engine(model if shared else make())
+        losses = [evaluated(policy, batch), evaluated(reference, batch), stepped(policy, batch)]
+        found.append((losses, zeropp_fp8.wire_report(policy)["per_step"]["activations"]["intra"]))
+        reference.destroy()
+        found[-1] += (stepped(policy, batch),)
+        policy.destroy()
+    return found
 
 
 class OfLogits(nn.Module):

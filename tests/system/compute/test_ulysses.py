@@ -188,6 +188,13 @@ def test_engines_with_and_without_live_side_by_side():
     assert (said, fallen) == ("activations of sequence parallelism (fp8): 16 or 32 bits", switched_off)
 
 
+@pytest.mark.parametrize("fp8", [True, False])
+def test_engines_that_share_a_model_have_their_own_exchanges(fp8):
+    """Policy and reference of RLHF over the same modules: each computes as over a model of its own."""
+    for shared, own in run("shared_model", fp8=fp8):
+        assert shared == own and len(set(shared[0])) == 2
+
+
 def test_without_sequence_parallelism():
     for said, hooks in run("without_sequence_parallelism"):
         assert 'activations.wire_format": "fp8" needs DeepSpeed sequence parallelism' in said and hooks is None
