@@ -174,10 +174,10 @@ def readme_step_time(*results: dict) -> str:
     spans = [f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in in_one_node + compiled]
     source = paragraph(
         f"""From `benchmarks/results/two_nodes/h200-4-*`, commit `{commit}`, all on one day and host (the file of 25 and
-        10 Gbit/s was cut short). Hosts and commits differ: elsewhere DeepSpeed's ZeRO++ took
-        {other["in-tree-leaf", 25.0]["step_ms"]:.0f} ms at 25 Gbit/s, and in one node stock ZeRO-3
-        {other["stock-leaf", "nvlink"]["step_ms"]:.0f} ms and `zeropp` {spans[0]} of FSDP2's time with few tokens,
-        {spans[1]} with 4 x 2,048 per GPU, {spans[2]} compiled ([Results](docs/results.md#step-time-in-one-node))."""
+        10 Gbit/s was cut short). [Hosts and commits differ](docs/results.md#step-time-in-one-node). On another host
+        DeepSpeed's ZeRO++ took {other["in-tree-leaf", 25.0]["step_ms"]:.0f} ms at 25 Gbit/s, and stock ZeRO-3
+        {other["stock-leaf", "nvlink"]["step_ms"]:.0f} ms in one node. In one node `zeropp` takes {spans[0]} of FSDP2's
+        time with few tokens, and {spans[1]} with 4 x 2,048 per GPU. Compiled, it takes {spans[2]} of it."""
     )
     return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
 

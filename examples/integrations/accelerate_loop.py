@@ -3,7 +3,7 @@
 import argparse
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,8 +13,11 @@ def main() -> None:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--dataset_name", required=True)
     parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--cpu", action="store_true", help="train on CPU ranks")
     arguments = parser.parse_args()
 
+    if arguments.cpu:  # else Accelerate takes each CPU rank for the only one
+        PartialState(cpu=True)
     accelerator = Accelerator()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
