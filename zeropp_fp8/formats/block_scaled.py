@@ -24,6 +24,7 @@ from torch import Tensor
 from zeropp_fp8.formats.base import KernelSpec, WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch, pieces
 from zeropp_fp8.formats.hadamard import HADAMARD_GROUP, rotate_, rotate_back_
+from zeropp_fp8.formats.packing import group_of
 from zeropp_fp8.formats.scales import Bf16Scale, BlockScale
 
 
@@ -65,19 +66,17 @@ class BlockScaledFormat(WireFormat):
         hadamard: bool = False,
         scale: BlockScale | None = None,
     ) -> None:
-        if block_size is not None and type(block_size) is not int:
-            raise TypeError(f"{name}: block_size must be an int or None, got {block_size!r}")
-        packed = math.lcm(8, element.bits) // element.bits
-        if block_size is not None and (block_size < 1 or block_size % packed):
-            raise ValueError(f"{name}: block_size must be a positive multiple of {packed}")
-        if hadamard and block_size is not None and block_size % HADAMARD_GROUP:
-            raise ValueError(f"{name}: block_size must be a multiple of {HADAMARD_GROUP} with hadamard")
-        self.name = name
-        self.element = element
-        self.block_size = block_size
-        self.hadamard = hadamard
+        self.name, self.element, self.block_size, self.hadamard = name, element, block_size, hadamard
         self.scale = scale or Bf16Scale(element.largest)
-        self._packed = packed  # codes that fill whole bytes
+        self._packed = group_of(element.bits)[0]  # codes that fill whole bytes
+        if block_size is None:
+            return
+        if type(block_size) is not int:
+            raise TypeError(f"{name}: block_size must be an int or None, got {block_size!r}")
+        if block_size < 1 or block_size % self._packed:
+            raise ValueError(f"{name}: block_size must be a positive multiple of {self._packed}")
+        if hadamard and block_size % HADAMARD_GROUP:
+            raise ValueError(f"{name}: block_size must be a multiple of {HADAMARD_GROUP} with hadamard")
 
     def __repr__(self) -> str:
         extras = ", hadamard" if self.hadamard else ""

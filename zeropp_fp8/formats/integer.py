@@ -1,8 +1,7 @@
-"""INT8 and INT4 elements: symmetric, two's complement, the most negative code unused."""
+"""Integer elements: symmetric, two's complement, the most negative code unused."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
@@ -10,10 +9,7 @@ from zeropp_fp8.formats.packing import pack, unpack
 
 
 class IntegerElement:
-    """`bits`-wide signed integers in [-(2^(bits-1) - 1), 2^(bits-1) - 1]; 4-bit codes are packed two to a byte.
-
-    In a packed byte the element with the even index is the low nibble.
-    """
+    """`bits`-wide signed integers in [-(2^(bits-1) - 1), 2^(bits-1) - 1]."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -26,15 +22,10 @@ class IntegerElement:
         `codes` is [rows, n * bits / 8]; `scaled`, [rows, n], is overwritten.
         """
         scaled.round_()  # not beyond the largest code: |v| is at most largest * (1 + 2^-22)
-        if self.bits == 8:
-            codes.view(torch.int8).copy_(scaled)
-            return
-        pack(scratch("nibbles", scaled.shape, torch.int8).copy_(scaled), self.bits, codes, scratch)
+        pack(scaled, self.bits, codes, scratch)
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         """Write the values of uint8 codes, before scaling, to `values` (fp32)."""
-        if self.bits == 8:
-            values.copy_(codes.view(torch.int8))
-            return
-        sign = 1 << self.bits - 1  # flipping this bit of a code adds as much to its value
-        values.copy_(unpack(codes, self.bits, scratch).bitwise_xor_(sign).sub_(sign))
+        numbers, sign = unpack(codes, self.bits, scratch), 1 << self.bits - 1
+        # Flipping that bit of a code adds as much to its value.
+        values.copy_(numbers if self.bits == 8 else numbers.bitwise_xor_(sign).sub_(sign))

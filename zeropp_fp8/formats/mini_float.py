@@ -70,10 +70,7 @@ class MiniFloatElement:
             wide_codes.masked_fill_(scaled.isnan(), NAN_CODE)
         elif self.holds_special:
             wide_codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
-        if self.bits == 8:
-            codes.copy_(wide_codes)
-        else:
-            pack(scratch("narrow codes", wide_codes.shape, torch.int8).copy_(wide_codes), self.bits, codes, scratch)
+        pack(wide_codes, self.bits, codes, scratch)
 
     def _steps(self, scaled: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """(rounded magnitudes in spacings, bits of the anchors), both int32, in buffers of `scratch`.
@@ -90,7 +87,7 @@ class MiniFloatElement:
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         """Write the values of uint8 `codes` [rows, n * bits / 8], before scaling, to `values` (fp32 [rows, n])."""
-        unpacked = codes.view(torch.int8) if self.bits == 8 else unpack(codes, self.bits, scratch)
+        unpacked = unpack(codes, self.bits, scratch)
         # With its mantissa moved below fp16's and its sign to the top, a code is an fp16 number that is
         # 2^(bias - 15) times its value, subnormals included.
         halves = scratch("halves", unpacked.shape, torch.int16).copy_(unpacked)

@@ -68,7 +68,7 @@ class NF4Element:
         """Write the codes of fp32 values with |v| <= 1 (up to rounding) to `codes` (uint8 [rows, n / 2])."""
         places = scratch("places", scaled.shape, torch.int32)
         torch.bucketize(scaled.contiguous(), _limits(scaled.device), out_int32=True, out=places)
-        pack(scratch("nibbles", scaled.shape, torch.int8).copy_(places), self.bits, codes, scratch)
+        pack(places, self.bits, codes, scratch)
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         """Write the levels of uint8 codes [rows, n / 2] to `values` (fp32 [rows, n])."""

@@ -1,51 +1,63 @@
-"""Codes of 4 and 6 bits, packed: the first code in the lowest bits.
+"""Codes of 2 to 7 bits, packed: the codes that fill whole bytes are one number, the first in its lowest bits.
 
-4 bits: 2 codes in a byte, c0 | c1 << 4. 6 bits: 4 codes as such a number of 24 bits in 3 bytes, lowest first.
+4 bits: 2 codes in a byte, c0 | c1 << 4. 6 bits: 4 codes in 3 bytes, the lowest byte first. 8 bits are not packed.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
 
+_GROUPS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as many codes, a byte each, as one number
 
-def pack(codes: Tensor, bits: int, packed: Tensor, scratch: Scratch) -> None:
-    """Write contiguous `codes` (int8 [rows, n], overwritten) to `packed`, uint8 [rows, n * bits / 8].
 
-    n is a multiple of 4 with 6 bits, of 2 with 4. Bits of a code above `bits` are ignored.
-    """
-    if bits == 4:
-        # Two neighbours as one int16 h..hl..l, of which the last byte shall be hl: half the numbers a pass.
-        pairs = codes.view(torch.int16)
-        high = scratch("high bits", pairs.shape, torch.int16)
-        torch.bitwise_right_shift(pairs, 4, out=high).bitwise_and_(0xF0)
-        packed.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(high))
+def group_of(bits: int) -> tuple[int, int]:
+    """(codes, bytes): the fewest codes that fill whole bytes."""
+    return math.lcm(8, bits) // bits, math.lcm(8, bits) // 8
+
+
+@functools.cache
+def _joins(bits: int) -> list[tuple[int, int]]:
+    """For codes, pairs and fours: (bits of every second one where it is joined to the one below; how far it moves)."""
+    count = group_of(bits)[0]
+    masks = {n: sum((1 << n * bits) - 1 << at for at in range(n * bits, count * 8, n * 16)) for n in (1, 2, 4)}
+    return [(mask, n * (8 - bits)) for n, mask in masks.items() if n < count]
+
+
+def pack(numbers: Tensor, bits: int, packed: Tensor, scratch: Scratch) -> None:
+    """Write the last bits of integers [rows, n] to `packed`, uint8 [rows, n * bits / 8]; n: of whole groups."""
+    if bits == 8:
+        packed.view(torch.int8).copy_(numbers)
         return
-    # Four codes, a byte each, as one int32.
-    groups, mask = codes.view(torch.int32), (1 << bits) - 1
-    joined, spare = (scratch(name, groups.shape, torch.int32) for name in ("groups", "high bits"))
-    torch.bitwise_and(groups, mask, out=joined)
-    for place in (1, 2, 3):
-        torch.bitwise_right_shift(groups, (8 - bits) * place, out=spare).bitwise_and_(mask << bits * place)
-        joined.bitwise_or_(spare)
-    packed.copy_(joined.view(torch.uint8).view(*joined.shape, 4)[..., :3].flatten(1))
+    count, size = group_of(bits)
+    codes = scratch("codes", numbers.shape, torch.int8).copy_(numbers).bitwise_and_((1 << bits) - 1)
+    groups = codes.view(_GROUPS[count])
+    upper = scratch("upper codes", groups.shape, groups.dtype)
+    for mask, shift in _joins(bits):
+        torch.bitwise_right_shift(groups, shift, out=upper).bitwise_and_(mask)
+        groups.sub_(upper, alpha=(1 << shift) - 1)
+    if size == 1:  # a cast is faster
+        packed.copy_(groups)
+    else:
+        packed.unflatten(1, (-1, size)).copy_(codes.view(torch.uint8).unflatten(1, (-1, count))[..., :size])
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch) -> Tensor:
-    """The inverse of `pack`: int8 [rows, n] in a buffer of `scratch`, zeros above each code."""
-    if bits == 4:
-        # A byte hl becomes the int16 0h0l, that is two int8.
-        pairs = scratch("unpacked", packed.shape, torch.int16).copy_(packed)
-        high = scratch("high bits", packed.shape, torch.int16)
-        torch.bitwise_left_shift(pairs, 4, out=high)
-        return pairs.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.int8)
-    low, middle, high = packed.view(packed.shape[0], -1, 3).to(torch.int32).unbind(-1)
-    joined = low | middle << 8 | high << 16
-    mask, (groups, spare) = (1 << bits) - 1, (scratch(n, joined.shape, torch.int32) for n in ("unpacked", "high bits"))
-    torch.bitwise_and(joined, mask, out=groups)
-    for place in (1, 2, 3):
-        torch.bitwise_and(joined, mask << bits * place, out=spare).bitwise_left_shift_((8 - bits) * place)
-        groups.bitwise_or_(spare)
+    """The inverse of `pack`: int8 [rows, n], zeros above each code, in a buffer of `scratch`; of 8 bits a view."""
+    if bits == 8:
+        return packed.view(torch.int8)
+    count, size = group_of(bits)
+    shape = packed.shape[0], packed.shape[1] // size
+    groups, upper = (scratch(name, shape, _GROUPS[count]) for name in ("unpacked", "upper codes"))
+    if size == 1:
+        groups.copy_(packed)
+    else:
+        groups.zero_().view(torch.uint8).unflatten(1, (-1, count))[..., :size] = packed.unflatten(1, (-1, size))
+    for mask, shift in reversed(_joins(bits)):
+        groups.add_(torch.bitwise_and(groups, mask, out=upper), alpha=(1 << shift) - 1)
     return groups.view(torch.int8)
