@@ -97,7 +97,7 @@ def test_blocks_at_the_mean_beside_a_spoiled_one_are_not_taken_for_it(name):
 
 def test_weights_under_zero_init(monkeypatch):
     """DeepSpeed's zero.Init lets torch's constructors return 16 bits; neither tables nor payloads may change by it."""
-    from zeropp_fp8.formats import dynamic_map, nf4
+    from zeropp_fp8.formats import nf4, tables
 
     tensor = normal(3000)
     formats = [make_format(name, block_size=4, double_quantize=double) for name in DOUBLE for double in (False, True)]
@@ -111,7 +111,7 @@ def test_weights_under_zero_init(monkeypatch):
 
         return wrapped
 
-    for cached in (dynamic_map.dynamic_map, dynamic_map._limits, nf4._limits, nf4._pairs_of_levels):
+    for cached in (tables.fp32_table, tables.fp32_limits, nf4._pairs_of_levels):
         cached.cache_clear()
     dynamic_levels.cache_clear()
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn"):

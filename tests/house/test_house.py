@@ -22,7 +22,7 @@ LINES = {
     "compute": 2475,
     "config": 1827,
     "doctor": 1428,
-    "formats": 2512,
+    "formats": 2490,
     "fsdp2": 997,
     "kernels": 5102,
     "numerics": 1155,

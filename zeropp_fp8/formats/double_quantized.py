@@ -34,9 +34,10 @@ from torch import Tensor
 from zeropp_fp8.formats.base import WireFormat, align_up, part_of
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.chunks import Scratch
-from zeropp_fp8.formats.dynamic_map import ZERO_CODE, dynamic_map, nearest_dynamic
+from zeropp_fp8.formats.dynamic_map import ZERO_CODE, dynamic_levels, nearest_dynamic
 from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.scales import divide_
+from zeropp_fp8.formats.tables import fp32_table
 
 SCALE_GROUP = 256
 DOUBLE_QUANTIZED_NAMES = ("int4", "int8", "nf4", "fp8_e4m3")
@@ -94,7 +95,7 @@ class DoubleQuantizedScale:
         numbers = scale_bytes[:, align_up(num_blocks) :].clone(memory_format=torch.contiguous_format)
         numbers = numbers.view(torch.float32)
         group_scales = numbers[:, :-1].repeat_interleave(SCALE_GROUP, dim=1)[:, :num_blocks]
-        scales = dynamic_map(codes.device)[codes] * group_scales.abs()
+        scales = fp32_table(dynamic_levels(), codes.device)[codes] * group_scales.abs()
         # Upwards the sum may pass the largest number by a rounding error, if that is the tensor's largest.
         scales = (scales + numbers[:, -1:]).clamp_(0.0, _LARGEST)
         return scales.masked_fill_(group_scales.signbit() & (codes == ZERO_CODE), math.nan)

@@ -13,12 +13,13 @@ the middle between two takes the lower one.
 from __future__ import annotations
 
 import functools
+import struct
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.tables import fp32_limits, fp32_table
+from zeropp_fp8.formats.tables import fp32_limits
 
 ZERO_CODE = 127
 _FRACTION_BITS = 6
@@ -26,7 +27,7 @@ _FRACTION_BITS = 6
 
 def _round(number: float) -> float:
     """To fp32."""
-    return fp32_table([number], torch.device("cpu")).item()
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 @functools.cache
@@ -50,17 +51,6 @@ def dynamic_levels() -> tuple[float, ...]:
     return tuple(sorted(levels))
 
 
-@functools.cache
-def dynamic_map(device: torch.device) -> Tensor:
-    """fp32 [256]: the levels by their codes."""
-    return fp32_table(dynamic_levels(), device)
-
-
-@functools.cache
-def _limits(device: torch.device) -> Tensor:
-    return fp32_limits(dynamic_levels(), device)
-
-
 def nearest_dynamic(values: Tensor) -> Tensor:
     """int32 codes of fp32 values, which must be finite, of the same shape."""
-    return torch.bucketize(values, _limits(values.device), out_int32=True)
+    return torch.bucketize(values, fp32_limits(dynamic_levels(), values.device), out_int32=True)

@@ -1,4 +1,8 @@
-"""FP8 elements (OFP8): E4M3 (largest 448, no Inf) and E5M2 (largest 57344)."""
+"""FP8 elements (OFP8).
+
+E4M3: 4 exponent bits (bias 7), 3 mantissa bits; normals from 2^-6, subnormals from 2^-9, largest 448, no Inf.
+E5M2: 5 exponent bits (bias 15), 2 mantissa bits; normals from 2^-14, subnormals from 2^-16, largest 57344.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of what is cas
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: 1 / scale is finite
 
 
-def scale_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_of_amax(amax: Tensor, dtype: torch.dtype, smallest: float = SMALLEST_SCALE) -> Tensor:
     """fp32 multipliers of decoding for groups with largest finite magnitudes `amax` (fp32, any shape)."""
     # Divided by a tensor on purpose: torch on CUDA multiplies with the rounded reciprocal of a Python number.
-    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp_min_(SMALLEST_SCALE)
+    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp_min_(smallest)
     return scale.masked_fill_(amax == 0, 1.0)
 
 
@@ -59,11 +63,4 @@ def _largest(codes: Tensor, scratch: Scratch) -> int:
     return torch.bitwise_and(codes, 0x7F, out=scratch("unsigned", codes.shape, torch.uint8)).max().item()
 
 
-def e4m3() -> Float8Element:
-    """Sign, 4 exponent bits (bias 7), 3 mantissa bits: normals from 2^-6, subnormals from 2^-9."""
-    return Float8Element(torch.float8_e4m3fn)
-
-
-def e5m2() -> Float8Element:
-    """Sign, 5 exponent bits (bias 15), 2 mantissa bits: normals from 2^-14, subnormals from 2^-16."""
-    return Float8Element(torch.float8_e5m2)
+ELEMENTS = {"fp8_e4m3": Float8Element(torch.float8_e4m3fn), "fp8_e5m2": Float8Element(torch.float8_e5m2)}

@@ -47,11 +47,7 @@ class MiniFloatElement:
         self.largest = largest
         self.special = special
         self.keeps_infinity = special == "ieee"
-
-    @property
-    def holds_special(self) -> bool:
-        """Whether NaN is a code, so that a NaN or Inf does not spoil its whole block."""
-        return self.special != "none"
+        self.holds_special = special != "none"  # whether NaN is a code: a NaN or Inf does not spoil its whole block
 
     def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 `scaled` [rows, n] to `codes`, uint8 [rows, n * bits / 8].

@@ -46,15 +46,10 @@ NF4_LEVELS = (
 
 
 @functools.cache
-def _limits(device: torch.device) -> Tensor:
-    return fp32_limits(NF4_LEVELS, device)
-
-
-@functools.cache
 def _pairs_of_levels(device: torch.device) -> Tensor:
     """int64 [256]: the two fp32 levels that a byte stands for, side by side."""
     levels = [(NF4_LEVELS[byte & 0xF], NF4_LEVELS[byte >> 4]) for byte in range(256)]
-    return fp32_table([level for pair in levels for level in pair], device).view(torch.int64)
+    return fp32_table(tuple(level for pair in levels for level in pair), device).view(torch.int64)
 
 
 class NF4Element:
@@ -67,7 +62,7 @@ class NF4Element:
     def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 values with |v| <= 1 (up to rounding) to `codes` (uint8 [rows, n / 2])."""
         places = scratch("places", scaled.shape, torch.int32)
-        torch.bucketize(scaled.contiguous(), _limits(scaled.device), out_int32=True, out=places)
+        torch.bucketize(scaled.contiguous(), fp32_limits(NF4_LEVELS, scaled.device), out_int32=True, out=places)
         pack(places, self.bits, codes, scratch)
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:

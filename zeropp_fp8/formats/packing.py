@@ -18,7 +18,7 @@ _GROUPS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as many codes, a b
 
 def group_of(bits: int) -> tuple[int, int]:
     """(codes, bytes): the fewest codes that fill whole bytes."""
-    return math.lcm(8, bits) // bits, math.lcm(8, bits) // 8
+    return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
 
 
 @functools.cache

@@ -24,8 +24,7 @@ _MAKE: dict[str, Callable[..., WireFormat]] = {
     "fp16": partial(UnquantizedFormat, torch.float16, name="fp16"),
     "int8": partial(BlockScaledFormat, "int8", IntegerElement(8)),
     "int4": partial(BlockScaledFormat, "int4", IntegerElement(4)),
-    "fp8_e4m3": partial(BlockScaledFormat, "fp8_e4m3", float8.e4m3()),
-    "fp8_e5m2": partial(BlockScaledFormat, "fp8_e5m2", float8.e5m2()),
+    **{name: partial(BlockScaledFormat, name, element) for name, element in float8.ELEMENTS.items()},
     "nf4": NF4Format,
     **{name: partial(MXFormat, name) for name in MX_NAMES},
 }

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from zeropp_fp8.formats.base import KernelSpec, WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch
-from zeropp_fp8.formats.float8 import e4m3, e5m2
+from zeropp_fp8.formats.float8 import ELEMENTS, scale_of_amax
 
 NAN_CODE = 0x7F  # in both formats
 LARGEST_CODE = {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B}
-_ELEMENTS = {"fp8_e4m3": e4m3, "fp8_e5m2": e5m2}
 # A factor of 2^24 above or below it (mu, the number of ranks) is still a normal fp32 number, as is its inverse.
 SMALLEST_SCALE = 2.0**-100
 
@@ -34,7 +33,7 @@ class SharedScaleFormat(WireFormat):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.element = _ELEMENTS[name]()
+        self.element = ELEMENTS[name]
         self.dtype = self.element.dtype
 
     def __repr__(self) -> str:
@@ -59,8 +58,7 @@ class SharedScaleFormat(WireFormat):
 
     def scale_of_amax(self, amax: Tensor) -> Tensor:
         """fp32 amax / largest, of the shape of fp32 `amax`; 1 where amax is 0, so that nothing is divided by zero."""
-        scale = (amax / torch.full_like(amax, self.element.largest)).clamp_min_(SMALLEST_SCALE)
-        return scale.masked_fill_(amax == 0, 1.0)
+        return scale_of_amax(amax, self.dtype, SMALLEST_SCALE)
 
     def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         """Not available: these codes mean nothing without a multiplier."""

@@ -85,7 +85,7 @@ def _is_known(spec: KernelSpec) -> bool:
 @functools.cache
 def lookup_table(device: torch.device) -> Tensor:
     """fp32 [272] on the device: the 16 levels of NF4, then the 256 of the dynamic type."""
-    return fp32_table([*NF4_LEVELS, *dynamic_levels()], device)
+    return fp32_table((*NF4_LEVELS, *dynamic_levels()), device)
 
 
 @dataclass(frozen=True)
