@@ -115,6 +115,7 @@ def codes_of(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: tl
             even, odd = tl.split(tl.reshape(numbers, (BLOCKS, WIDTH // 2, 2)))
             codes = ((even & 0xF) | ((odd & 0xF) << 4)).to(tl.uint8)
     else:
+        tl.static_assert(ELEMENT == "fp8_e4m3" or ELEMENT == "fp8_e5m2", "no code here for this element")
         largest: tl.constexpr = 448.0 if ELEMENT == "fp8_e4m3" else 57344.0
         codes = fp8_codes(tl.minimum(tl.maximum(scaled, -largest), largest), ELEMENT == "fp8_e4m3", NATIVE_FP8)
     return codes
@@ -130,15 +131,14 @@ def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: t
         low = ((signed << 4) >> 4).to(tl.float32)
         high = (signed >> 4).to(tl.float32)
         numbers = tl.reshape(tl.join(low, high), (BLOCKS, WIDTH))
-    elif NATIVE_FP8:
-        if ELEMENT == "fp8_e4m3":
-            numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            numbers = codes.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
-        mantissa: tl.constexpr = 3 if ELEMENT == "fp8_e4m3" else 2
-        bias: tl.constexpr = 7 if ELEMENT == "fp8_e4m3" else 15
-        numbers = fp32_from_float8(codes.to(tl.int32), mantissa, bias)
+        tl.static_assert(ELEMENT == "fp8_e4m3" or ELEMENT == "fp8_e5m2", "no code here for this element")
+        if NATIVE_FP8:
+            dtype: tl.constexpr = tl.float8e4nv if ELEMENT == "fp8_e4m3" else tl.float8e5
+            numbers = codes.to(dtype, bitcast=True).to(tl.float32)
+        else:
+            mantissa: tl.constexpr = 3 if ELEMENT == "fp8_e4m3" else 2
+            numbers = fp32_from_float8(codes.to(tl.int32), mantissa, 7 if ELEMENT == "fp8_e4m3" else 15)
     return numbers
 
 
