@@ -7,11 +7,13 @@ import pytest
 from config_cases import BF16, ds_config, refusal, resolved, values
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
-from zeropp_fp8.config.sections import ELSEWHERE, FIXED_BLOCKS, FROZEN_FORMATS
+from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, PluginConfig, resolve
+from zeropp_fp8.config.rules import BLOCKS, broken
+from zeropp_fp8.config.sections import DOUBLE_QUANTIZED_NAMES, ELSEWHERE, FROZEN_FORMATS
 from zeropp_fp8.formats import make_format
 
 FORMAT_FIELDS = ("weights.format", "gradients.intra_format", "gradients.inter_format", "frozen.format")
+FORMATS = [(f, name) for f in FORMAT_FIELDS for name in (FROZEN_FORMATS if f == "frozen.format" else WIRE_FORMATS)]
 
 
 @pytest.mark.parametrize("field", FORMAT_FIELDS)
@@ -29,24 +31,38 @@ def test_format_that_is_not_there(field, name):
         assert re.search(r'did you mean "int[48]"', message)
 
 
-@pytest.mark.parametrize(
-    ("field", "name"),
-    [*((field, name) for field in FORMAT_FIELDS[:3] for name in WIRE_FORMATS)]
-    + [("frozen.format", name) for name in FROZEN_FORMATS],
-)
+@pytest.mark.parametrize(("field", "name"), FORMATS)
 def test_format_that_is_there(field, name):
     group, key = field.split(".")
     assert values(resolved({group: {key: name}}), field) == name
 
 
+@pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("block_size", [2, 32, 34])
-@pytest.mark.parametrize("name", [name for name in WIRE_FORMATS if name != "none"])
-def test_blocks_that_no_rule_refuses_can_be_made(name, block_size):
+@pytest.mark.parametrize(("field", "name"), [(field, name) for field, name in FORMATS if name != "none"])
+def test_blocks_that_no_rule_refuses_can_be_made(field, name, block_size, option):
+    """With the rotation, or where weights are frozen with scales of 8 bits."""
+    group, key = field.split(".")
+    given = {"block_size": block_size, "double_quantize" if group == "frozen" else "hadamard": option}
     try:
-        weights = resolved({"weights": {"format": name, "block_size": block_size}}).weights
+        part = getattr(resolved({group: {key: name, **given}}), group)
     except ConfigError:
         return
-    make_format(name, **({} if name in FIXED_BLOCKS else {"block_size": weights.block_size}))
+    make_format(name, **{key: getattr(part, key) for key in given})
+
+
+@pytest.mark.parametrize("field", FORMAT_FIELDS)
+def test_codes_fill_whole_bytes(field):
+    """Of a format that is not there: no even block size is wrong for those that are, but for MX, which fix it."""
+    group, key = field.split(".")
+    config = PluginConfig()
+    for name, given, multiple, use in (("int3", 12, 8, 16), ("int6", 34, 4, 36), ("int5", 4, 8, 8)):
+        part = getattr(config, group).model_copy(update={key: name, "block_size": given, "hadamard": False})
+        assert list(broken(BLOCKS, config.model_copy(update={group: part}))) == [
+            f'"{SECTION}.{group}.block_size": {given} must be a multiple of {multiple} with "{name}"; use {use}'
+        ]
+        part = part.model_copy(update={"block_size": use})
+        assert not list(broken(BLOCKS, config.model_copy(update={group: part})))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +81,7 @@ def test_blocks_that_no_rule_refuses_can_be_made(name, block_size):
             {"gradients": {"block_size": 33, "hadamard": False}},
             ['"zeropp_fp8.gradients.block_size"', "33", "a multiple of 2"],
         ),
-        ({"frozen": {"format": "fp8_e5m2"}}, ['"zeropp_fp8.frozen.format"', "fp8_e5m2", "int4, fp8_e4m3, mxfp8_e4m3"]),
+        ({"frozen": {"format": "fp8_e5m2"}}, ['"zeropp_fp8.frozen.format"', "fp8_e5m2", ", ".join(FROZEN_FORMATS)]),
         ({"frozen": {"format": "int4", "block_size": 33}}, ['"zeropp_fp8.frozen.block_size"', "33", "a multiple of 2"]),
         (
             {"gradients": {"error_feedback": True}},
@@ -127,7 +143,7 @@ def test_blocks_that_no_rule_refuses_can_be_made(name, block_size):
         ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "there are no scales"]),
         (
             {"frozen": {"format": "mxfp4", "double_quantize": True}},
-            ['"zeropp_fp8.frozen.double_quantize"', "mxfp4", "8 bits already", "int4, int8, nf4 or fp8_e4m3"],
+            ['"zeropp_fp8.frozen.double_quantize"', "mxfp4", "8 bits already", ", ".join(DOUBLE_QUANTIZED_NAMES)],
         ),
     ],
 )

@@ -20,7 +20,6 @@ from zeropp_fp8.formats.dynamic_map import dynamic_levels
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DOUBLE = ("int4", "int8", "nf4", "fp8_e4m3")
 # Rotations, blocks that are no power of two, of a few codes, or long, one scale for all, both kinds of double scales.
 ENTRIES = {name: {"name": name} for name in FORMAT_NAMES} | {
     "int8-96": {"name": "int8", "block_size": 96},

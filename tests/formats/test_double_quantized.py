@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from conformance import DOUBLE, normal, through
+from conformance import normal, through
 
+from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES as DOUBLE
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
 

@@ -107,13 +107,13 @@ def test_bytes_against_the_ledger_and_the_interface(name):
 def test_formats_have_the_size_that_they_travel_in():
     """The plan imports no torch, so it counts bits and scales a second time."""
     from zeropp_fp8.config import FIXED_BLOCKS, FROZEN_FORMATS, WIRE_FORMATS
-    from zeropp_fp8.formats import make_format
+    from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES, make_format
 
     names = {*WIRE_FORMATS, *FROZEN_FORMATS} - {"none"}
     assert len(names) > 10 and element_bytes("none", 8) == 2
     for name, block_size in itertools.product(sorted(names), (64, 128, 256)):
         ways = [{}] if name in FIXED_BLOCKS else [{"block_size": block_size}]
-        if name in ("nf4", "int4", "int8"):
+        if name in DOUBLE_QUANTIZED_NAMES:
             ways.append({"block_size": block_size, "double_quantize": True})
         for options in ways:
             sized = element_bytes(name, block_size, options.get("double_quantize", False))

@@ -18,7 +18,7 @@ from zeropp_fp8.config.ds_config import (
 )
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import DIFFERENCES, FIELDS, HOST, broken, in_tree_rules
-from zeropp_fp8.config.sections import FIXED_BLOCKS, SECTION, InTreeKeys, PluginConfig
+from zeropp_fp8.config.sections import FIXED_BLOCKS, SECTION, InTreeKeys, PluginConfig, formats_of
 from zeropp_fp8.config.trial import trial_from_environment
 from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse, shown
 
@@ -133,15 +133,10 @@ def _completed(config: PluginConfig, section: Mapping[str, Any]) -> PluginConfig
     """Fill in what MX formats and shared scales fix, where the section leaves it out, whatever its recipe has there."""
     changes: dict[str, Any] = {"compute": completed_compute(config.compute)}
     gradients = config.gradients
-    for name, formats in (
-        ("weights", {config.weights.format}),
-        ("gradients", {gradients.intra_format, gradients.inter_format} - {"none"}),
-        ("frozen", {config.frozen.format}),
-    ):
-        part = getattr(config, name)
+    for name in ("weights", "gradients", "frozen"):
+        part, formats = getattr(config, name), formats_of(getattr(config, name))
         if formats and formats <= FIXED_BLOCKS.keys():
-            fixed = {"block_size": max(FIXED_BLOCKS[name] for name in formats), "hadamard": False}
-            fixed["double_quantize"] = False
+            fixed = {"block_size": max(map(FIXED_BLOCKS.get, formats)), "hadamard": False, "double_quantize": False}
             known = {k: v for k, v in fixed.items() if k in type(part).model_fields and at(section, (name, k)) is None}
             changes[name] = part.model_copy(update=known)
     if gradients.scales == "tensor" and at(section, ("gradients", "hadamard")) is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial, reduce
+from math import gcd
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from pydantic import BaseModel
 from zeropp_fp8.config.compute import completed_compute, operand_formats, patterns_of_gemms
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
+    DOUBLE_QUANTIZED_NAMES,
     FIXED_BLOCKS,
     FP8_FORMATS,
     GEMMS,
@@ -25,8 +27,10 @@ from zeropp_fp8.config.sections import (
     STATE_BLOCKS,
     ComputeConfig,
     PluginConfig,
+    bits_of,
+    formats_of,
 )
-from zeropp_fp8.config.words import ConfigError, Keys, parse, shown
+from zeropp_fp8.config.words import ConfigError, Keys, at, parse, shown
 
 Rules = dict[str, Callable[[Any], Any]]  # {line: condition that breaks the rule}
 
@@ -58,10 +62,7 @@ class _Known:
         return getattr(self, name) != self.default(name)
 
     def ds(self, path: str) -> Any:
-        value = self._ds_config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return at(self._ds_config, tuple(path.split(".")))
 
 
 def broken(
@@ -99,11 +100,6 @@ def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig
 
 def _first(found: Iterable[Any]) -> Any:
     return next(iter(found), None)
-
-
-def _multiple(size: int, of: int) -> int | None:
-    """Return the next multiple if a size is no multiple."""
-    return -(-size // of) * of if size % of else None
 
 
 def _set_otherwise(part: Any, name: str, plain: Any) -> bool:
@@ -148,18 +144,28 @@ COMPUTE: Rules = {
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> Rules:
-    """Make the rules for blocks. `fixed` returns a format of the part with blocks fixed by its specification."""
-    key = f'"{{S}}.{part}'
-    rotation = {
-        f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
-        "use {it}": lambda c: getattr(c, part).hadamard and _multiple(getattr(c, part).block_size, HADAMARD_GROUP),
-        f'{key}.hadamard": blocks of MX are not rotated; set it to false, or use int4 or int8': lambda c: (
-            fixed(c) and getattr(c, part).hadamard
-        ),
-    }
+def _of_blocks(part: str) -> Rules:
+    """Make the rules for the blocks of a part."""
+
+    def fixed(c: Any) -> str | None:
+        """Return a format if the specifications of all fix their blocks."""
+        formats = formats_of(getattr(c, part))
+        return min(formats, default=None) if formats <= FIXED_BLOCKS.keys() else None
+
+    def no_multiple(c: Any) -> tuple[str, int, int] | None:
+        """Return what needs a multiple (a format, for its codes to fill whole bytes), of what, and the next one."""
+        size, formats = getattr(c, part).block_size, formats_of(getattr(c, part)) - FIXED_BLOCKS.keys()
+        needed = {'"hadamard": true': HADAMARD_GROUP} if rotates(c) else {}
+        needed |= {f'"{name}"': 8 // gcd(8, bits_of(name)) for name in sorted(formats)}
+        return _first((what, of, -(-size // of) * of) for what, of in needed.items() if size % of)
+
+    key, rotates = f'"{{S}}.{part}', lambda c: getattr(getattr(c, part), "hadamard", False)
     return {
-        **(rotation if rotates else {}),
+        f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {{it[1]}} with {{it[0]}}; '
+        "use {it[2]}": no_multiple,
+        f'{key}.hadamard": blocks of MX are not rotated; set it to false, or use int4 or int8': lambda c: (
+            fixed(c) and rotates(c)
+        ),
         f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks have a size of '
         "their own; remove it": lambda c: (
             name if (name := fixed(c)) and getattr(c, part).block_size != FIXED_BLOCKS[name] else None
@@ -167,17 +173,7 @@ def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> 
     }
 
 
-def _fixed_of_gradients(c: Any) -> str | None:
-    """Return a format of the gradients, if the blocks of every quantized hop are fixed."""
-    hops = {c.gradients.intra_format, c.gradients.inter_format} - {"none"}
-    return _first(sorted(hops)) if hops <= FIXED_BLOCKS.keys() else None
-
-
-BLOCKS: Rules = {
-    **_of_blocks("weights", True, lambda c: _first({c.weights.format} & FIXED_BLOCKS.keys())),
-    **_of_blocks("gradients", True, _fixed_of_gradients),
-    **_of_blocks("frozen", False, lambda c: _first({c.frozen.format} & FIXED_BLOCKS.keys())),
-}
+BLOCKS = _of_blocks("weights") | _of_blocks("gradients") | _of_blocks("frozen")
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -266,8 +262,8 @@ PARTS: Rules = {
         for name, (what, _) in _BELONGING.items()
     },
     '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
-    "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3": lambda c: (
-        c.frozen.double_quantize and _first({c.frozen.format} & {"none", *FIXED_BLOCKS})
+    f"bits already); set it to false, or use one of {', '.join(DOUBLE_QUANTIZED_NAMES)}": lambda c: (
+        c.frozen.double_quantize and _first({c.frozen.format} - {*DOUBLE_QUANTIZED_NAMES})
     ),
     '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, Strict
 from typing_extensions import NotRequired, TypedDict
@@ -30,6 +31,7 @@ USES: dict[str, tuple[str, ...]] = {
 WIRE_FORMATS, FROZEN_FORMATS = (
     tuple(name for name, uses in USES.items() if use in uses) for use in (_ON_THE_WIRE, _FROZEN)
 )
+DOUBLE_QUANTIZED_NAMES = tuple(name for name in FROZEN_FORMATS if name not in ("none", *FIXED_BLOCKS))
 _ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_WIRE not in uses}
 ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
 # At learning rates of 1e-7 to 1e-3, near benchmarks/results/weight_changes/cpu-1-local.json, whose largest is 6e-4.
@@ -44,6 +46,18 @@ HADAMARD_GROUP = 32
 COMPUTE_FORMATS = ("none", "fp8", "fp8_hybrid", *MX_FORMATS)
 OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
+
+
+def bits_of(name: str) -> int:
+    """The bits of a format's codes: the first number in its name; of "none" 16."""
+    found = re.search(r"\d+", name)
+    return int(found[0]) if found else 16
+
+
+def formats_of(part: Any) -> set[str]:
+    """The formats in which weights, gradients or frozen weights are sent; "none" is left out."""
+    fields = ("format", "intra_format", "inter_format")
+    return {getattr(part, field) for field in fields if hasattr(part, field)} - {"none"}
 
 
 def difference_bits(learning_rate: float, weight_format: str = "none", steps: int | None = None) -> float:

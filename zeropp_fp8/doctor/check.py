@@ -26,6 +26,7 @@ from zeropp_fp8.config import (
     with_differences,
 )
 from zeropp_fp8.config.resolve import is_asked
+from zeropp_fp8.config.sections import bits_of
 from zeropp_fp8.config.words import at
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
@@ -199,7 +200,7 @@ def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> It
 
 def _coarse_gradients(config: PluginConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
     """A remark if Muon, which amplifies small singular values, is given gradients of 4 bits."""
-    if at(ds_config, ("optimizer", "type")) == "Muon" and config.gradients.inter_format in ("int4", "mxfp4"):
+    if at(ds_config, ("optimizer", "type")) == "Muon" and bits_of(config.gradients.inter_format) <= 4:
         yield (
             f'"optimizer.type": "Muon" amplifies what 4 bits lose of gradients: set "{SECTION}.gradients.inter_format" '
             'to "int8" (docs/muon.md says what each costs)'

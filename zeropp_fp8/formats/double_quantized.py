@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeropp_fp8.config.sections import DOUBLE_QUANTIZED_NAMES
 from zeropp_fp8.formats.base import WireFormat, align_up, part_of
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.chunks import Scratch
@@ -40,7 +41,6 @@ from zeropp_fp8.formats.scales import divide_
 from zeropp_fp8.formats.tables import fp32_table
 
 SCALE_GROUP = 256
-DOUBLE_QUANTIZED_NAMES = ("int4", "int8", "nf4", "fp8_e4m3")
 _LARGEST = torch.finfo(torch.float32).max
 
 

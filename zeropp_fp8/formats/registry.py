@@ -38,8 +38,8 @@ def make_format(
 
     Args:
         name: one of FORMAT_NAMES.
-        double_quantize: quantize the scales of blocks as well (double_quantized.py); for "int4", "int8", "nf4" and
-            "fp8_e4m3", not with `hadamard` or one scale per tensor.
+        double_quantize: quantize the scales of blocks as well (double_quantized.py); for DOUBLE_QUANTIZED_NAMES, not
+            with `hadamard` or one scale per tensor.
         scales: "tensor": an fp32 scale for a whole tensor, which its parts share (tensor_scaled.py); for "fp8_e4m3",
             without other options.
         **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits, with_differences
+from zeropp_fp8.config.sections import bits_of
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
 
@@ -250,11 +251,8 @@ def element_bytes(name: str, block_size: int, double_quantize: bool = False) -> 
     with an fp32 scale for 256 of them are `double_quantize` (arXiv 2305.14314, section 3). "none": 16 bits."""
     if name == "none":
         return BYTES_16BIT
-    bits = int(next(letter for letter in name.removeprefix("mx") if letter.isdigit()))
-    if name in FIXED_BLOCKS:
-        return bits / 8 + 1 / FIXED_BLOCKS[name]
-    scale = 1 + 4 / 256 if double_quantize else 4 if name == "nf4" else 2
-    return bits / 8 + scale / block_size
+    scale = 1 if name in FIXED_BLOCKS else 1 + 4 / 256 if double_quantize else 4 if name == "nf4" else 2
+    return bits_of(name) / 8 + scale / FIXED_BLOCKS.get(name, block_size)
 
 
 def method_of(config: PluginConfig) -> Method:

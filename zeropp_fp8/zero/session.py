@@ -29,6 +29,7 @@ from zeropp_fp8.config import (
     secondary_ranks,
 )
 from zeropp_fp8.config.compute import matches
+from zeropp_fp8.config.sections import bits_of
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import StateFormats
@@ -51,7 +52,7 @@ class SentFormats:
         self.weights = _quantized(weights, name, weights.hadamard)
         self.differs = keeps_copy and weights.difference == "exact"
         self.difference_bits: float | None = None
-        rotates_within = gradients.hadamard and gradients.intra_format == "int4"
+        rotates_within = gradients.hadamard and bits_of(gradients.intra_format) <= 4
         self.within = _quantized(gradients, gradients.intra_format, rotates_within)
         self.between = _quantized(gradients, gradients.inter_format, gradients.hadamard)
         if gradients.scales == "tensor":
@@ -188,8 +189,5 @@ def _gathers(config: PluginConfig, topology: Topology) -> tuple[int | None, tupl
 
 def _quantized(section: WeightsConfig | GradientsConfig, name: str, hadamard: bool = False) -> WireFormat | None:
     """The wire format `name` with the options of its section; None for "none"."""
-    if name == "none":
-        return None
-    if name in FIXED_BLOCKS:
-        return make_format(name)
-    return make_format(name, block_size=section.block_size, hadamard=hadamard)
+    options = {} if name in FIXED_BLOCKS else {"block_size": section.block_size, "hadamard": hadamard}
+    return None if name == "none" else make_format(name, **options)
