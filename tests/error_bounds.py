@@ -6,10 +6,6 @@ import math
 
 import torch
 
-LARGEST_CODE = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
-CODE_BITS = {"int8": 8, "int4": 4, "fp8_e4m3": 8, "fp8_e5m2": 8}
-# (mantissa bits, exponent of the smallest normal number, exponent bias)
-FLOAT8_LAYOUT = {"fp8_e4m3": (3, -6, 7), "fp8_e5m2": (2, -14, 15)}
 # Rounding to a dtype changes a value by at most this share of it, plus half its smallest subnormal.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 HALF_SMALLEST = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
@@ -44,14 +40,16 @@ def payload_size(numel: int, bits: int, block_size: int | None, hadamard: bool =
     if numel == 0:
         return 0
     blocks = 1 if block_size is None else math.ceil(numel / block_size)
-    multiple = GROUP if hadamard else 8 // bits
+    multiple = GROUP if hadamard else math.lcm(8, bits) // bits
     codes = math.ceil(numel / multiple) * multiple
     return math.ceil(2 * blocks / 16) * 16 + math.ceil(codes * bits // 8 / 16) * 16
 
 
 def float8_value(code: int, name: str) -> float:
     """The number that an FP8 code stands for (OFP8): (-1)^sign * 2^(exponent - bias) * 1.mantissa, or a subnormal."""
-    mantissa_bits, min_exponent, bias = FLOAT8_LAYOUT[name]
+    from reference import FLOATS
+
+    _, mantissa_bits, bias, *_ = FLOATS[name]
     sign = -1.0 if code & 0x80 else 1.0
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = (code & 0x7F) >> mantissa_bits
@@ -60,7 +58,7 @@ def float8_value(code: int, name: str) -> float:
     if name == "fp8_e5m2" and exponent == 31:
         return math.nan if mantissa else sign * math.inf
     if exponent == 0:
-        return sign * math.ldexp(mantissa, min_exponent - mantissa_bits)
+        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
     return sign * math.ldexp(1 + mantissa / (1 << mantissa_bits), exponent - bias)
 
 
@@ -75,6 +73,8 @@ def error_bound(
     With the rotation each element is the sum of the 32 rotated elements of its group, hence so is its error bound.
     The rounding of fp32 arithmetic and of the final cast to `dtype` come on top.
     """
+    from reference import ELEMENTS, FLOATS  # in tests/formats, which ranks that import this file do not know
+
     x = values.detach().double().reshape(-1)
     numel = x.numel()
     multiple = GROUP if hadamard else 1
@@ -83,12 +83,12 @@ def error_bound(
     padded[:numel] = x
     coded = (padded.view(-1, GROUP) @ sylvester_matrix() / GROUP).view(-1) if hadamard else padded
     amax = coded.view(-1, block).abs().amax(dim=1, keepdim=True)
-    scale = (amax / LARGEST_CODE[name]).clamp_min(SMALLEST_SCALE) * (1 + 2.0**-7) * (amax > 0)
+    scale = (amax / ELEMENTS[name].largest).clamp_min(SMALLEST_SCALE) * (1 + 2.0**-7) * (amax > 0)
     step = scale.expand(-1, block).reshape(-1)
-    if name in FLOAT8_LAYOUT:
-        mantissa_bits, min_exponent, _ = FLOAT8_LAYOUT[name]
-        # spacing of a normal number <= |v| * 2^-mantissa_bits; of a subnormal one scale * 2^(min_exponent - ...)
-        step = torch.maximum(coded.abs(), step * 2.0**min_exponent) * 2.0**-mantissa_bits
+    if name in FLOATS:
+        _, mantissa_bits, bias, *_ = FLOATS[name]
+        # spacing of a normal number <= |v| * 2^-mantissa_bits; of a subnormal one scale * 2^(1 - bias - mantissa_bits)
+        step = torch.maximum(coded.abs(), step * 2.0 ** (1 - bias)) * 2.0**-mantissa_bits
     bound = step * 0.5
     bound += 2.0**-20 * coded.abs()
     if hadamard:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from error_bounds import CODE_BITS, HALF_SMALLEST, UNIT_ROUNDOFF, error_bound
+from error_bounds import HALF_SMALLEST, UNIT_ROUNDOFF, error_bound
 from hypothesis import strategies as st
 
 from zeropp_fp8.formats import FORMAT_NAMES, MX_NAMES, chunks, make_format, tensor_scaled
@@ -52,9 +52,13 @@ ENTRIES = {name: {"name": name} for name in FORMAT_NAMES} | {
 }
 EXACT = ("none", "fp16")
 QUANTIZED = tuple(entry for entry in ENTRIES if entry not in EXACT)
-WHOLE = tuple(entry for entry in ENTRIES if entry.endswith("-whole"))  # no parts
-MX = tuple(entry for entry in ENTRIES if entry.startswith("mx"))
-CODED = tuple(e for e in QUANTIZED if "hadamard" not in e and "double" not in e and "8192" not in e)
+ROTATED, DOUBLE = (
+    tuple(entry for entry, given in ENTRIES.items() if given.get(option)) for option in ("hadamard", "double_quantize")
+)
+WHOLE = tuple(entry for entry, given in ENTRIES.items() if given.get("block_size", 0) is None)  # no parts
+MX = tuple(entry for entry, given in ENTRIES.items() if given["name"] in MX_NAMES)
+PLAIN = tuple(entry for entry in QUANTIZED if entry not in ROTATED + DOUBLE)
+CODED = tuple(entry for entry in PLAIN if (ENTRIES[entry].get("block_size") or 0) < 8192)
 
 
 def make(entry: str, dtype: torch.dtype = torch.bfloat16):
@@ -169,14 +173,19 @@ def with_specials(tensor, specials):
 # -- the NumPy reference ----------------------------------------------------------------------------------------------
 
 
+def element_of(name):
+    if name not in reference.ELEMENTS:
+        pytest.fail(f"{name} has no reference: write it into ELEMENTS of tests/formats/reference.py, from its paper")
+    return reference.ELEMENTS[name]
+
+
 def expected_of(entry, tensor):
     """(payload, decoded float64 [n]) of a flat tensor, by the reference."""
     name, options = options_of(entry)
     if entry in EXACT:
         stored = tensor if entry == "none" else tensor.half()
         return reference.padded(bytes(bits_of(stored).tolist())), stored.double().numpy()
-    if name not in reference.ELEMENTS:
-        pytest.fail(f"{name} has no reference: write it into tests/formats/reference.py, from its paper")
+    element_of(name)
     return reference.encoded(tensor.float().numpy(), name, np.array(dynamic_levels(), np.float32), **options)
 
 
@@ -196,7 +205,7 @@ def hard(entry):
     those where scales change, at every third exponent.
     """
     name, options = options_of(entry)
-    element = reference.ELEMENTS[name]
+    element = element_of(name)
     block = reference.block_of(name, options) or 128
     if block > 256 or block < 12 or "scales" in options:
         return torch.zeros(0)
@@ -220,11 +229,11 @@ def hard(entry):
 
 def check_reference(entry, dtype, device=CPU):
     """Bytes and values are those of the reference: odd sizes, all magnitudes, NaN and Inf, every tie."""
-    fmt, rotated = make(entry, dtype), "hadamard" in entry
+    fmt, rotated = make(entry, dtype), entry in ROTATED
     cases = [wide(numel, dtype, numel) for numel in (1, 7, 31, 33, 100, 300, 1001)]
     if rotated:
         cases = [normal(numel, seed=numel, dtype=dtype) for numel in (1, 31, 33, 320, 1001)]
-    elif "double" not in entry:
+    elif entry not in DOUBLE:
         spoiled = wide(1001, dtype, 5)
         spoiled[[40, 200, 500, 1000]] = torch.tensor([math.nan, -math.nan, math.inf, -math.inf], dtype=dtype)
         spoiled[600] = torch.finfo(dtype).max
@@ -259,7 +268,7 @@ def check_numbers(entry, values):
 def check_codes(entry):
     """Every code decodes to its number with every scale of a byte, or with some; also codes that are never written."""
     name, options = options_of(entry)
-    element, block = reference.ELEMENTS[name], reference.block_of(name, options)
+    element, block = element_of(name), reference.block_of(name, options)
     count = math.lcm(block or 1, 1 << element.bits)
     codes = np.tile(np.arange(1 << element.bits), count >> element.bits)
     factors = [2.0 ** (byte - 127) for byte in range(255)] + [math.nan]
@@ -295,8 +304,9 @@ def bound_of(entry, tensor):
     """float64 [n], the largest error of each element; None where bytes are compared with the reference alone."""
     name, options = options_of(entry)
     block, double = reference.block_of(name, options), options.get("double_quantize", False)
-    if "scales" in options or (not double and name not in (*CODE_BITS, "nf4")):
+    if "scales" in options or (not double and name in MX_NAMES):
         return None
+    element_of(name)
     flat = tensor.reshape(-1)
     if name != "nf4" and not double:
         return error_bound(tensor, name, block, options.get("hadamard", False), tensor.dtype)
@@ -399,12 +409,12 @@ def check_mean(entry, device=CPU):
             total = total + fmt.decode_rows(payload, 200, torch.float32)
         mean, expected = fmt.mean_of_rows(payloads, 200), total * (1.0 / count)
         assert mean.dtype == torch.float32
-        if "hadamard" in entry:  # which is undone once, after the sum
+        if entry in ROTATED:  # which is undone once, after the sum
             torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
         else:
             assert torch.equal(mean.isnan(), expected.isnan()) and torch.equal(mean.nan_to_num(), expected.nan_to_num())
         special = mean[2, 150]
-        assert count == 1 or special.isnan() or (entry[:10] in ("none", "fp16", "mxfp8_e5m2") and special == math.inf)
+        assert count == 1 or special.isnan() or (fmt.name in ("none", "fp16", "mxfp8_e5m2") and special == math.inf)
 
 
 def encode_parts(fmt, tensor, world):
@@ -424,12 +434,12 @@ def check_parts(entry, tensor, world, finite=True):
     whole = fmt.decode(fmt.encode(tensor), tensor.shape, tensor.dtype).view(-1)
     assert torch.equal(bits_of(decoded[: tensor.numel()].nan_to_num(7.0)), bits_of(whole.nan_to_num(7.0)))
     assert torch.equal(decoded[: tensor.numel()].isnan(), whole.isnan())
-    if finite and "hadamard" not in entry:
+    if finite and entry not in ROTATED:
         assert not decoded[tensor.numel() :].any()
     one = torch.full((fmt.payload_bytes(world * numel),), 0xAB, dtype=torch.uint8, device=tensor.device)
     fmt.encode_part(tensor, 0, world * numel, one)
     flat = torch.nn.functional.pad(tensor.reshape(-1), (0, world * numel - tensor.numel()))
-    if "double" not in entry:
+    if entry not in DOUBLE:
         assert torch.equal(one, fmt.encode(flat)), "a part's payload is one like any other"
     shared = one[fmt.shared_bytes(world * numel)]
     assert all(torch.equal(part[fmt.shared_bytes(numel)], shared) for part in parts)

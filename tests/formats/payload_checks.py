@@ -10,19 +10,22 @@ import random
 from functools import partial
 
 import torch
-from conformance import CPU, DTYPES, ENTRIES, MX, assert_same, awkward, make, same
+from conformance import CPU, DOUBLE, DTYPES, ENTRIES, EXACT, MX, WHOLE, assert_same, awkward, make, same
 from thinning import thinned
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
 from zeropp_fp8.formats.scale_table import SharedScales
+from zeropp_fp8.kernels.wire.launch_tables import ELEMENTS
 
-# What kernels encode and sum; others are decoded by kernels, or by torch code alone.
-BY_TORCH = [e for e in ENTRIES if e.endswith(("-tensor", "-whole"))]
-ENCODED = [e for e in ENTRIES if e not in BY_TORCH and not e.startswith("nf4") and not e.endswith("-double")]
-DECODED = [e for e in ENTRIES if e not in ENCODED + BY_TORCH]
-GRADIENTS = [e for e in ENCODED if e not in ("none", "fp16") and e not in MX]  # with error feedback
+# Kernels do not know one scale for all, nor these elements.
+UNKNOWN = [e for e, given in ENTRIES.items() if given["name"] not in (*EXACT, *ELEMENTS)]
+BY_TORCH = [e for e, given in ENTRIES.items() if e in WHOLE or "scales" in given or e in UNKNOWN]
+# NF4 and quantized scales are of weights, which kernels decode; the rest they encode and sum too.
+DECODED = [e for e, given in ENTRIES.items() if e not in BY_TORCH and (given["name"] == "nf4" or e in DOUBLE)]
+ENCODED = [e for e in ENTRIES if e not in BY_TORCH + DECODED]
+GRADIENTS = [e for e in ENCODED if e not in EXACT + MX]  # with error feedback
 TILE = 1024
 
 
@@ -65,8 +68,10 @@ def check_travel(entry, dtype, numels, world, slices, device, outputs):
     """There and back, with slices in another order and only some of them; nothing is written beyond a tensor."""
     wire_format, tensors = make(entry, dtype), awkward(numels, dtype)
     reference, kernels = layouts(wire_format, slices_of(numels, world), dtype, device)
-    assert all((group.segments is not None) == (entry in ENCODED) for group in kernels._groups)
-    assert all((group.decoded_segments is not None) == (entry not in BY_TORCH) for group in kernels._groups)
+    for group in kernels._groups:
+        known = group.segments is not None, group.decoded_segments is not None
+        said = f"{entry}: {known} are (encoded, decoded) by kernels; launch_tables.py and {__file__} differ"
+        assert known == (entry in ENCODED, entry not in BY_TORCH), said
     order, device_order = SliceOrder(slices, CPU), SliceOrder(slices, device)
     expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
     reference.encode(tensors, order, expected)
@@ -122,9 +127,9 @@ def check_feed_back(entry, dtype, numels, world, slices, device):
         kept = feedback.of(keys, slice_numels, len(slices), CPU)
         kept_there = feedback_there.of(keys, slice_numels, len(slices), device)
         assert all(
-            can_feed_back(group.segments, kernels._residual_table(index, kept_there))
+            group.segments is not None and can_feed_back(group.segments, kernels._residual_table(index, kept_there))
             for index, group in enumerate(kernels._groups)
-        ), "the torch code would be compared with itself"
+        ), f"{entry}: the torch code would be compared with itself"
         expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
         reference.encode(tensors, order, expected, residuals=kept)
         actual = torch.full_like(expected, 255, device=device)

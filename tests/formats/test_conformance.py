@@ -2,7 +2,7 @@
 
 import conformance
 import pytest
-from conformance import CODED, DTYPES, ENTRIES, QUANTIZED, SPECIALS, WHOLE, tensors, with_specials
+from conformance import CODED, DTYPES, ENTRIES, PLAIN, QUANTIZED, SPECIALS, WHOLE, tensors, with_specials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ def test_reference(entry, dtype):
     conformance.check_reference(entry, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("entry", [e for e in QUANTIZED if "hadamard" not in e and "double" not in e])
+@pytest.mark.parametrize("entry", PLAIN)
 @settings(max_examples=30, derandomize=True)
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=70))
 def test_any_numbers(entry, values):

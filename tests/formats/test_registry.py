@@ -5,6 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance import EXACT
+from reference import block_of
 
 from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES as DOUBLE
 from zeropp_fp8.formats import FORMAT_NAMES, DoubleQuantizedFormat, SharedScaleFormat, TensorScaledFormat, make_format
@@ -86,9 +88,7 @@ def test_formats_that_make_other_bytes_have_other_keys():
 
 def test_granules():
     """Stored weights are cut at them: no new version may have others."""
-    blocks = {"none": 1, "fp16": 1, "nf4": 64}
-    blocks |= dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128)
-    blocks |= {name: 32 for name in FORMAT_NAMES if name.startswith("mx")}
+    blocks = {name: 1 if name in EXACT else block_of(name, {}) for name in FORMAT_NAMES}
     assert {name: make_format(name).granule for name in blocks} == blocks
     assert make_format("int4", block_size=96, hadamard=True).granule == 96
     assert make_format("nf4", double_quantize=True).granule == 64 * 256
@@ -100,6 +100,8 @@ def test_what_each_format_is_for():
     """The configuration's table and the registry name the same formats; MX blocks are the formats' own."""
     from zeropp_fp8.config.sections import FIXED_BLOCKS, USES
 
+    unused = [name for name in FORMAT_NAMES if name not in USES]
+    assert not unused, f"{unused}: add a line to USES of config/sections.py"
     assert set(USES) == set(FORMAT_NAMES)
     for name, block_size in FIXED_BLOCKS.items():
         assert make_format(name).block_size == block_size
@@ -108,10 +110,11 @@ def test_what_each_format_is_for():
 def test_which_formats_kernels_know():
     pytest.importorskip("triton")
     from zeropp_fp8 import kernels
+    from zeropp_fp8.kernels.wire.launch_tables import ELEMENTS
 
     for name in DOUBLE:
         fmt = make_format(name, double_quantize=True)
-        assert kernels.decodes(fmt) and not kernels.supports(fmt)
+        assert kernels.decodes(fmt) == (name in ELEMENTS) and not kernels.supports(fmt)
         for block_size in (None, 32768):
             assert not kernels.decodes(make_format(name, block_size=block_size))
     shared = SharedScaleFormat("fp8_e4m3")

@@ -20,8 +20,8 @@ from zeropp_fp8.zero.fragment import QuantizedFragment, RawCodesError, fragments
 from zeropp_fp8.zero.frozen.saved_ranks import slice_of
 
 FORMATS = [
-    *(make_format(name, block_size=16) for name in ("int4", "int8", "nf4", "fp8_e4m3")),
-    *(make_format(name, block_size=4, double_quantize=True) for name in DOUBLE_QUANTIZED_NAMES),
+    *(make_format(name, block_size=16) for name in DOUBLE_QUANTIZED_NAMES),
+    *(make_format(name, block_size=8, double_quantize=True) for name in DOUBLE_QUANTIZED_NAMES),
     *(make_format(name) for name in MX_NAMES),
     make_format("fp8_e4m3", scales="tensor"),
 ]
