@@ -66,20 +66,12 @@ def test_data_parallel_group_is_not_the_world():
         assert reduced == pytest.approx([rank % 2 + 1.0], rel=0.01)
 
 
-# Least cosine, and how far the norm may be off: right to a per mille with int8, to 3 % with int4.
-REDUCED = {
-    "int8/int8": (0.9995, 0.005),
-    "int8/int4-hadamard": (0.99, 0.03),
-    "e4m3/e4m3": (0.999, 0.005),
-}
-
-
-@pytest.mark.parametrize("formats, dtype", thinned(REDUCED, ["fp32", "bf16", "fp16"]))
+@pytest.mark.parametrize("formats, dtype", thinned(jobs.FORMATS, ["fp32", "bf16", "fp16"]))
 def test_reduced_gradient_of_one_batch(formats, dtype):
     """128 sequences; limits from the in-tree qgZ's failure."""
     cosine, norm = run_ranks(jobs.reduced_gradient, dtype=dtype, formats=formats)[0]
-    least, off = REDUCED[formats]
-    assert cosine >= least and abs(norm - 1) <= off
+    _, least, off = jobs.FORMATS[formats]
+    assert cosine >= least and abs(norm - 1) <= off, f"cosine {cosine}, norm {norm} of stock's"
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all():
