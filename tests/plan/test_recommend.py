@@ -75,8 +75,13 @@ FAST = Cluster(8, 8, 3200)
 FULL_JOB = Job(MODEL, Cluster(8, 8, 25), 2048)
 
 
+STUDIED = {"mxfp8"}  # recipes that are never recommended, whose loss nobody has measured; the README says "study"
+
+
 def test_every_recipe_has_a_loss_or_is_never_recommended():
-    assert {*FULL, *LORA, PCIE} == {*EXACT, *LOSS} and {*EXACT, *LOSS} - {"stock"} == set(RECIPES) - {"mxfp8"}
+    unknown = {*RECIPES} - {*EXACT, *LOSS} - STUDIED
+    assert not unknown, f"{unknown}: measure what they cost, for LOSS of plan/recommend.py, or add them to STUDIED"
+    assert {*FULL, *LORA, PCIE} == {*EXACT, *LOSS} == {*RECIPES, "stock"} - STUDIED
     assert [*LOSS.values()] == sorted(LOSS.values()), "the most exact first"
 
 
@@ -156,7 +161,9 @@ SAID = {
 def test_the_readme_says_what_the_plan_says():
     """Each recipe of its table, in a situation like the one that it says; the page's table is made of the same."""
     table = dict(re.findall(r"^\| `([\w-]+)` \| .* \| (.+) \|$", (ROOT / "README.md").read_text(), flags=re.M))
-    assert table.keys() == SAID.keys() | {"mxfp8", "zeropp-4bit"} == RECIPES.keys() and "study" in table["mxfp8"]
+    unsaid = {*RECIPES} - {*SAID, *STUDIED, "zeropp-4bit"}
+    assert table.keys() == RECIPES.keys() and not unsaid, f"{unsaid}: add a situation to SAID, or them to STUDIED"
+    assert all("study" in table[name] for name in STUDIED) and not STUDIED & {*SAID, *EXACT, *LOSS}
     situations = {situation.words: situation for situation in SITUATIONS}
     for recipe, (words, how) in SAID.items():
         advice = situations[words].advice
