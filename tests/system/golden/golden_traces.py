@@ -2,6 +2,8 @@
 
     python -m tests.system.golden.golden_traces --out /tmp/traces.json  all of them anew, two minutes on 2 cores
     python -m tests.system.golden.golden_traces --out tests/system/golden/golden.json  where a commit says why
+    python -m tests.system.golden.golden_traces --out tests/system/golden/golden.json "NAME, 1 x 4" "NAME, 2 x 2"
+                                        of a new recipe; those of others stay as they are in the file
 
 A trace is 6 steps of a small Llama on 4 gloo ranks, as one node or as two of two: from the start ("fresh"), with a
 checkpoint after 3 of them loaded by a new engine ("resumed"), and with two micro-batches per step ("accumulated"). It
@@ -52,12 +54,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def names() -> list[tuple[str, str]]:
-    """(recipe or "stock", nodes x ranks) of all traces."""
-    traces = [("stock", "1 x 4")]  # stock does not know nodes
+def names() -> list[str]:
+    """All traces, "recipe, nodes x ranks"; stock's is the first."""
+    traces = ["stock, 1 x 4"]  # stock does not know nodes
     for recipe, fields in RECIPES.items():
-        own = fields.get("topology")
-        traces += [(recipe, "4 x 1" if own else nodes) for nodes in (["4 x 1"] if own else NODES)]
+        traces += [f"{recipe}, {nodes}" for nodes in (["4 x 1"] if "topology" in fields else NODES)]
     return traces
 
 
@@ -68,14 +69,25 @@ def record(only: Sequence[str] = ()) -> dict:
     """
     torch.set_num_threads(1)
     traces = {}
-    for recipe, nodes in names():
-        if only and f"{recipe}, {nodes}" not in only:
-            continue
-        per_node = int(nodes[-1])
-        ranks = run_ranks(_train_three_times, WORLD, per_node, recipe=recipe)
-        traces[f"{recipe}, {nodes}"] = {run: _joined([rank[run] for rank in ranks]) for run in ranks[0]}
+    for name in only or names():
+        recipe, nodes = name.split(", ")
+        ranks = run_ranks(_train_three_times, WORLD, int(nodes[-1]), recipe=recipe)
+        traces[name] = {run: _joined([rank[run] for rank in ranks]) for run in ranks[0]}
     (arithmetic,) = run_ranks(_plain, 1, 1)
     return {"torch": torch.__version__.partition("+")[0], "arithmetic": arithmetic, "traces": traces}
+
+
+def merged(kept: dict, recorded: dict) -> dict:
+    """Put the traces that were recorded among those that were kept; without those of recipes that are gone.
+
+    Raises:
+        ValueError: they were made by different arithmetic.
+    """
+    for key in ("torch", "arithmetic"):
+        if kept[key] != recorded[key]:
+            raise ValueError(f"{key} is {recorded[key]} here, and {kept[key]} where the others were made: record all")
+    traces = kept["traces"] | recorded["traces"]
+    return {**kept, "traces": {name: traces[name] for name in names() if name in traces}}
 
 
 def _train_three_times(recipe: str) -> dict[str, dict]:
@@ -219,12 +231,17 @@ def _lines(recorded: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
-    parser.add_argument("traces", nargs="*", help='"recipe, nodes x ranks", only these; else all')
+    parser.add_argument("traces", nargs="*", help='"recipe, nodes x ranks", only these, into what is there; else all')
     args = parser.parse_args()
+    if unknown := [name for name in args.traces if name not in names()]:
+        parser.error(f"there are no traces {unknown}; traces are {names()}")
     if any(os.environ.get(key) != value for key, value in environment().items()):
         command = [sys.executable, "-m", "tests.system.golden.golden_traces", "--out", str(args.out), *args.traces]
         raise SystemExit(subprocess.run(command, env=environment()).returncode)
-    args.out.write_text(_lines(record(args.traces)))
+    recorded = record(args.traces)
+    if args.traces and args.out.exists():
+        recorded = merged(json.loads(args.out.read_text()), recorded)
+    args.out.write_text(_lines(recorded))
 
 
 if __name__ == "__main__":
