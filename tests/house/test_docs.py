@@ -188,7 +188,7 @@ def test_every_json_is_one_that_works(block):
     if SECTION in shown:
         assert resolve(STAGE_3 | shown) is not None
     elif set(shown) <= set(RECIPES):
-        assert shown == {name: filled for name, filled in RECIPES.items() if filled}
+        assert shown == {name: filled for name, filled in RECIPES.items() if filled}, "run `make docs`"
     else:
         from deepspeed.monitor.config import get_monitor_config
 
@@ -245,7 +245,7 @@ def test_the_page_says_other_things_of_other_models(monkeypatch):
 
     monkeypatch.setattr(configuration, "PluginConfig", Other)
     said = PluginConfig.model_fields["enabled"].description
-    assert page() == PAGES["docs/configuration.md"].replace(said, "another meaning")
+    assert page() == PAGES["docs/configuration.md"].replace(said, "another meaning"), "run `make docs`"
 
 
 # -- Python

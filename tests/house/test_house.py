@@ -64,14 +64,15 @@ def test_lines_of_folders():
         lines[folder_of(path)] += len(path.read_text().splitlines())
     assert set(lines) == set(LINES)
     over = {folder: n for folder, n in lines.items() if n > LINES[folder]}
-    assert over == {}, "raise them in LINES, and say why in the commit (CONTRIBUTING.md, The size of the house)"
+    assert over == {}, "remove as many lines there, or raise LINES and say why (CONTRIBUTING.md, The size of the house)"
     # A number far above what is there would let a folder grow unseen.
     assert {folder: n for folder, n in lines.items() if n < LINES[folder] - 100} == {}
 
 
 def test_the_budget():
     """Of the whole package, with what the next features may add; 28,000 lines are the aim without them."""
-    assert sum(LINES.values()) + sum(ALLOWED.values()) <= 37_530
+    over = sum(LINES.values()) + sum(ALLOWED.values()) - 37_530
+    assert over <= 0, f"{over} lines too many: remove as many elsewhere, see CONTRIBUTING.md, The size of the house"
 
 
 def test_classes_and_functions():
