@@ -162,7 +162,7 @@ class GradientsConfig(_Section):
     intra_format: OnTheWire = Field("none", description="format inside a node; none: 16 or 32 bits, as stock")
     inter_format: OnTheWire = Field("none", description="format between nodes; none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
-    hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
+    hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only 4 bits or fewer are")
     skip_modules: list[str] = Field(
         [], description=f'{_NAMED} whose gradients are sent in 16 or 32 bits; not with "scales": "tensor"'
     )
