@@ -13,7 +13,6 @@ from zeropp_fp8.config.words import Remarks
 
 SECTION = "zeropp_fp8"
 
-
 MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
 # Blocks as the formats' specifications fix them, with a scale of one byte each and no rotation.
 FIXED_BLOCKS = dict.fromkeys(MX_FORMATS, 32)

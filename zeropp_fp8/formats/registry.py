@@ -22,8 +22,7 @@ from zeropp_fp8.formats.unquantized import UnquantizedFormat
 _MAKE: dict[str, Callable[..., WireFormat]] = {
     "none": UnquantizedFormat,
     "fp16": partial(UnquantizedFormat, torch.float16, name="fp16"),
-    "int8": partial(BlockScaledFormat, "int8", IntegerElement(8)),
-    "int4": partial(BlockScaledFormat, "int4", IntegerElement(4)),
+    **{f"int{bits}": partial(BlockScaledFormat, f"int{bits}", IntegerElement(bits)) for bits in (8, 4)},
     **{name: partial(BlockScaledFormat, name, element) for name, element in float8.ELEMENTS.items()},
     "nf4": NF4Format,
     **{name: partial(MXFormat, name) for name in MX_NAMES},
