@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 
 from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits, with_differences
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
-from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
+from zeropp_fp8.plan.traffic import Traffic, exchange, flat_ring, hybrid_reduction, two_levels, within_node
 
 # DeepSpeed's own: fp32 scales, groups of up to 8,000 weights and of 2,048 gradients.
 IN_TREE_INT8 = 1 + 4 / 8000
 IN_TREE_INT4 = 0.5 + 4 / 2048
 
-Route = Literal["ring", "two-level", "node", "rank"]
+Route = Literal["ring", "exchange", "two-level", "node", "rank"]
 
 
 class Weights(NamedTuple):
@@ -51,7 +51,8 @@ class Method:
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes per parameter of the blocks' frozen weights, stored and sent as codes; None: 16 bits.
-        reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
+        reduce: route of the gradients; "exchange": one all-to-all over all ranks, each of which counts as a node;
+            "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes per gradient on the two levels.
         sums_in_node: gradients of several micro-batches add up in the node and are sent between nodes once per step
             (HSDP: each replica keeps its own until the last one).
@@ -166,7 +167,7 @@ class Method:
 
     def sum_ranks(self, cluster: Cluster) -> int | None:
         """Ranks that share the sums of several micro-batches' gradients; None where each is reduced to the end."""
-        ranks = 1 if self.reduce == "ring" else cluster.ranks_per_node
+        ranks = 1 if self.reduce == "exchange" else cluster.ranks_per_node
         return ranks if self.sums_in_node and ranks < cluster.world_size else None
 
     def state_ranks(self, job: Job) -> int:
@@ -214,10 +215,10 @@ class Method:
         """Gradients of one backward pass, the `last` of a step or an earlier one."""
         inter, intra = (b * job.trained_parameters for b in (self.gradient_inter, self.gradient_intra))
         if self.sums_in_node and not last:
-            return Traffic() if self.reduce == "ring" else within_node(intra, job.cluster)
+            return Traffic() if self.reduce == "exchange" else within_node(intra, job.cluster)
         if self.reduce == "two-level":
             return two_levels(inter, intra, job.cluster, self.hops_overlap)
-        return (hybrid_reduction if self.reduce == "node" else flat_ring)(inter, job.cluster)
+        return {"node": hybrid_reduction, "exchange": exchange, "ring": flat_ring}[self.reduce](inter, job.cluster)
 
 
 def _gather(route: Route, num_bytes: float, cluster: Cluster, hops_overlap: bool) -> Traffic:
@@ -278,7 +279,7 @@ def method_of(config: PluginConfig) -> Method:
             1.0 if gradients.scales == "tensor" else element_bytes(name, gradients.block_size)
             for name in (gradients.intra_format, gradients.inter_format)
         )
-        changes |= {"reduce": "ring" if ring else "two-level", "gradient_intra": inter if ring else intra}
+        changes |= {"reduce": "exchange" if ring else "two-level", "gradient_intra": inter if ring else intra}
         changes |= {"gradient_inter": inter, "reduces_by_tensor": False}
         changes["sums_in_node"] = gradients.accumulate_in != "world"
     if gradients.error_feedback:
