@@ -23,6 +23,7 @@ from zeropp_fp8.config import RECIPES, SECTION, ConfigError, resolve
 from zeropp_fp8.doctor.check import check, cost_of, differing, parse
 from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate, method_of
+from zeropp_fp8.plan.__main__ import main as plan_main
 from zeropp_fp8.plan.hugging_face import model_of
 from zeropp_fp8.plugin.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.zero.states.compressed import checked_update
@@ -71,6 +72,8 @@ def test_a_recipe_is_the_method_that_the_plan_has_of_it(recipe):
             },
         ),
         ({"secondary": {"scope": "rank"}}, {"backward_gather": "rank"}),
+        ({"secondary": {"memory_gb": 1.5}}, {"copies": 1.5e9}),
+        ({"secondary": {"memory_gb": "detect"}}, {"copies": "auto"}),
         ({"gradients": {"error_feedback": True}}, {"residual_bytes": 1 + 2 / 128}),
         ({"frozen": {"format": "int8"}}, {"stored_bytes": 1 + 2 / 64}),
         ({"compute": {"format": "fp8"}}, {"cast_bytes": 4.0, "fp8_products": True}),
@@ -505,6 +508,32 @@ def test_costs_are_the_plans(tmp_path, capsys):
         in text
     )
     assert "--methods" not in text and (found["job"], found["cost"]) == (None, [])
+
+
+def said_of_costs(tmp_path, capsys, given, *words):
+    """(lines, estimates, exit status) of a ds_config's cost."""
+    path, out = tmp_path / "ds_config.json", tmp_path / "found.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(SystemExit) as ended:
+        command(["check", str(path), "--params", "7e9", "--json", str(out), *words])
+    return capsys.readouterr().out.splitlines(), json.loads(out.read_text())["cost"], ended.value.code
+
+
+def test_copies_that_take_what_is_free_are_those_of_the_plan(tmp_path, capsys):
+    """An engine bounds them by the GPU's memory: they fit, and the step is that of the plan."""
+    given = ds_config({"recipe": "zeropp-pcie"}, {"stage3_max_live_parameters": 2e8}, **BATCH, **BF16)
+    rates = ["--ranks", "4", "--gbit", "64", "--link-efficiency", "1"]
+    lines, (_, own), _ = said_of_costs(tmp_path, capsys, given, *rates, "--gpu-gb", "52")
+    plan_main(
+        ["--params", "7e9", "--nodes", "1", "--ranks-per-node", "4", "--gpu-gb", "52", "--intra-gbs", "8", "--json"]
+    )
+    (planned,) = (one for one in json.loads(capsys.readouterr().out)["methods"] if one["method"] == "zeropp-pcie")
+    assert own["step_s"] == pytest.approx(planned["step_s"], rel=5e-3)
+    assert 0 < own["memory"]["secondary"] == planned["memory"]["secondary"] < 4e9
+    assert not any("note:" in line for line in lines)
+    lines, (_, whole), _ = said_of_costs(tmp_path, capsys, given, *rates)
+    assert whole["memory"]["secondary"] > 7e9
+    assert 'note: "secondary.memory_gb" is "auto", and copies count as without a bound: give --gpu-gb' in lines
 
 
 def adam(rate, kind="AdamW"):

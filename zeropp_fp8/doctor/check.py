@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -32,6 +32,7 @@ from zeropp_fp8.doctor.unused import unused_fields
 from zeropp_fp8.outputs import Parser, json_at, labelled, number, whole
 from zeropp_fp8.plan import METHODS, PRESETS, Cluster, Job, PlanError, StepEstimate, estimate, method_of
 from zeropp_fp8.plan import __main__ as plan
+from zeropp_fp8.plan.memory import with_copies
 
 
 @dataclass
@@ -234,9 +235,8 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
     if arguments.lr is None:
         arguments.lr = learning_rate(ds_config)
     job = plan.job_of(arguments, Cluster(nodes, each, arguments.gbit))
-    hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
-    own, method = replace(job, copies=memory * plan.GIGA) if isinstance(memory, float) else job, method_of(config)
-    own = plan.with_copies(own, method, arguments)
+    hardware, method = plan.hardware_of(arguments, PRESETS[arguments.gpu]), method_of(config)
+    own = with_copies(method, job, arguments.gpu_bytes, arguments.copies)
     return job, [estimate(METHODS["stock"], job, hardware), estimate(method, own, hardware)]
 
 
@@ -273,11 +273,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             ds_config = as_if_filled(load_ds_config(arguments.ds_config))
             found.job, found.cost = cost_of(found.config, ds_config, arguments)
             found.problems += [Problem(each, serious=False) for each in _not_estimated(ds_config)]
+            method = method_of(found.config)
+            unbounded = method.copies == "auto" and (arguments.copies, arguments.gpu_bytes) == (None, None)
+            if unbounded and method.copy_ranks(found.job.cluster):
+                said = '"secondary.memory_gb" is "auto", and copies count as without a bound: give --gpu-gb'
+                found.problems.append(Problem(said, serious=False))
         except PlanError as error:
             unknown = True
             found.problems.append(Problem(f"no estimate: {error}", serious=False))
-        if found.cost and arguments.gpu_gb is not None and found.cost[1].peak_bytes > arguments.gpu_gb * plan.GIGA:
-            found.problems.append(Problem(f"a step does not fit into --gpu-gb {arguments.gpu_gb:g}", serious=False))
+        if found.cost and arguments.gpu_bytes is not None and found.cost[1].peak_bytes > arguments.gpu_bytes:
+            size = arguments.gpu_bytes / plan.GIGA
+            found.problems.append(Problem(f"a step does not fit into --gpu-gb {size:g}", serious=False))
         if found.job is not None and arguments.ranks is None:
             nodes = f"{found.job.cluster.nodes} node(s) of {found.job.cluster.ranks_per_node} rank(s)"
             found.problems.append(Problem(f"the step is that of {nodes}", "give --ranks for yours", serious=False))

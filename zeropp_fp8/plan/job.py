@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 BYTES_16BIT = 2
-GBIT = 1e9 / 8  # bytes/s
+GIGA = 1e9
+GBIT = GIGA / 8  # bytes/s
 
 
 class PlanError(ValueError):

@@ -76,6 +76,14 @@ def memory_for_copies(method: Method, job: Job, gpu_bytes: float) -> float:
     return max(0.0, (1 - MARGIN) * gpu_bytes - without.held)
 
 
+def with_copies(method: Method, job: Job, gpu_bytes: float | None = None, limit: float | str | None = None) -> Job:
+    """The job with what copies of codes may take: `limit`, else the method's own; without `gpu_bytes` "auto" is all."""
+    limit = method.copies if limit is None else limit
+    if limit == "auto":
+        limit = gpu_bytes and memory_for_copies(method, job, gpu_bytes)
+    return job if limit is None else replace(job, copies=limit)
+
+
 @functools.lru_cache
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     """The bytes of each part on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and

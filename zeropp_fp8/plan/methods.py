@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits, with_differences
-from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
+from zeropp_fp8.plan.job import BYTES_16BIT, GIGA, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, exchange, flat_ring, hybrid_reduction, two_levels, within_node
 
 # DeepSpeed's own: fp32 scales, groups of up to 8,000 weights and of 2,048 gradients.
@@ -46,6 +46,7 @@ class Method:
         gather, weight_bytes: route of the forward gather, bytes per parameter that it sends.
         backward_gather, backward_bytes: the same for the backward pass. "rank": nothing is sent, every rank has a copy.
         secondary_bytes: bytes per parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
+        copies: bytes that this copy may take on a GPU, or "auto" (`secondary.memory_gb`); None: no bound.
         difference_of: format of the weights whose exact differences are sent between nodes and added to that copy
             (Job.learning_rate); None: whole weights are sent.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
@@ -79,6 +80,7 @@ class Method:
     backward_gather: Route = "ring"
     backward_bytes: float = BYTES_16BIT
     secondary_bytes: float = 0.0
+    copies: float | str | None = None
     difference_of: str | None = None
     later_from_secondary: bool = False
     stored_bytes: float | None = None
@@ -269,7 +271,9 @@ def method_of(config: PluginConfig) -> Method:
     sent = 1.0 if fp8 and weights.format == "fp8_e4m3" else element_bytes(weights.format, weights.block_size)
     changes: dict[str, Any] = {"weight_bytes": sent, "backward_bytes": sent}
     if scope != "none":
+        memory = config.secondary.memory_gb
         changes |= {"secondary_bytes": sent, "later_from_secondary": True}
+        changes["copies"] = memory * GIGA if isinstance(memory, float) else {"all": None, "auto": "auto"}[memory]
         changes["backward_gather"] = "rank" if scope == "rank" else "node"
     if ring:
         changes |= {"gather": "ring", "backward_gather": changes.get("backward_gather", "ring")}
