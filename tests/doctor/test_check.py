@@ -536,6 +536,20 @@ def test_copies_that_take_what_is_free_are_those_of_the_plan(tmp_path, capsys):
     assert 'note: "secondary.memory_gb" is "auto", and copies count as without a bound: give --gpu-gb' in lines
 
 
+def test_a_section_without_a_recipe_is_named_as_such(tmp_path, capsys):
+    """It is not `lossless`, whatever it sets; and its fields say whether its LoRA is modelled."""
+    given = ds_config({"weights": {"format": "int4"}, "gradients": {"inter_format": "int4"}}, **BATCH, **BF16)
+    lines, (_, own), _ = said_of_costs(tmp_path, capsys, given, "--ranks", "8")
+    assert own["method"] == "this ds_config" and any(line.startswith("this ds_config  ") for line in lines)
+    assert said_of_costs(tmp_path, capsys, given, "--lora-rank", "8")[2] == 0
+    for section in ({"compute": {"format": "fp8"}}, {"recipe": "zeropp", "compile": "blocks"}):
+        given = ds_config(section, **BATCH, **BF16)
+        lines, cost, status = said_of_costs(tmp_path, capsys, given, "--lora-rank", "8")
+        name = section.get("recipe", "this ds_config")
+        assert (cost, status) == ([], 2)
+        assert any(line.startswith(f"note: no estimate: {name}: its LoRA is not modelled; that of") for line in lines)
+
+
 def adam(rate, kind="AdamW"):
     return {"optimizer": {"type": kind, "params": {"lr": rate}}}
 

@@ -27,7 +27,7 @@ LINES = {
     "kernels": 5102,
     "numerics": 1155,
     "optim": 1182,
-    "plan": 1803,
+    "plan": 1808,
     "plugin": 1778,
     "zero": 3061,
     "zero/checkpoint": 380,

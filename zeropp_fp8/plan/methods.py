@@ -122,6 +122,11 @@ class Method:
         own = self.quantizes_gradients and self.stored_gradient_bytes is None and not self.host_by_tensor
         return "zeropp" if own else "zero3"
 
+    @property
+    def is_modelled_with_lora(self) -> bool:
+        in_tree = self.host_by_tensor and (self.quantizes_weights or self.quantizes_gradients or self.secondary_bytes)
+        return self.deepspeed and not (in_tree or self.cast_bytes or self.compiled)
+
     def kept_parameters(self, job: Job) -> float:
         """Parameters that stay gathered from forward to backward, so that the backward pass does not gather them."""
         kept = job.kept_parameters if self.deepspeed else job.model.embedding_parameters
@@ -141,10 +146,10 @@ class Method:
         """Raise PlanError where this method does not train what the job trains, or is not modelled for it."""
         if job.lora is None and self.stored_bytes is not None:
             raise PlanError(f"{self.name}: its codes are of frozen weights; a full training has none: give --lora-rank")
-        if job.lora is not None and self.name.removesuffix(_WHOLE) not in LORA_METHODS:
+        if job.lora is not None and not self.is_modelled_with_lora:
             raise PlanError(
-                f"{self.name}: its LoRA is not modelled; that of {', '.join(LORA_METHODS)} is: take one of these, or "
-                f"leave out --lora-rank"
+                f"{self.name}: its LoRA is not modelled; that of {', '.join(LORA_METHODS)} is, not compiled: take "
+                "one of these, or leave out --lora-rank"
             )
 
     def copy_ranks(self, cluster: Cluster) -> int | None:
@@ -299,7 +304,7 @@ def method_of(config: PluginConfig) -> Method:
         changes["compiled"] = True
     if frozen.format != "none":
         changes["stored_bytes"] = element_bytes(frozen.format, frozen.block_size, frozen.double_quantize)
-    return replace(_LOSSLESS, name=config.recipe or "lossless", **changes)
+    return replace(_LOSSLESS, name=config.recipe or "this ds_config", **changes)
 
 
 def _own(name: str, recipe: str, **parts: dict[str, Any]) -> Method:
@@ -371,10 +376,10 @@ METHODS |= {
 # (benchmarks/results/one_node/h200-2-nvlink-4x2048.json).
 _TORCHAO = {"compiled": True, "cast_bytes": _FP8_CASTS, "fp8_products": True}
 METHODS["fsdp2-torchao-compiled"] = Method("fsdp2-torchao-compiled", **_FSDP2, **_TORCHAO)
-# Of recipes all that train what the job trains; LoRA with FP8 or MX compute is not modelled.
+# Of recipes all that train what the job trains.
 TABLE_METHODS = ("stock", "stock-leaf", *(name for name in RECIPES if METHODS[name].stored_bytes is None))
 TABLE_METHODS += ("in-tree", "fsdp2", "hsdp")
-LORA_METHODS = tuple(name for name in TABLE_METHODS[:-3] if not METHODS[name].cast_bytes)
+LORA_METHODS = tuple(name for name in TABLE_METHODS if METHODS[name].is_modelled_with_lora)
 LORA_METHODS += tuple(method.name for method in _STORES)
 LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-exact")
 LORA_TABLE_METHODS += ("int8", "int4", "nf4", "qlora", "qlora-rank")
