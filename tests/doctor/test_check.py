@@ -354,7 +354,8 @@ def test_owners_need_a_later_deepspeed(monkeypatch):
 def test_what_is_no_ds_config(tmp_path, capsys):
     twice = tmp_path / "twice.json"
     twice.write_text('{"bf16": {}, "bf16": {}}')
-    for path, message in ((tmp_path / "none.json", "neither a file nor base64"), (twice, "duplicate keys")):
+    nothing = "neither a file nor base64"
+    for path, message in ((tmp_path / "none.json", nothing), ("", nothing), (twice, "duplicate keys")):
         with pytest.raises(SystemExit) as ended:
             command(["check", str(path)])
         text = capsys.readouterr().out
@@ -536,6 +537,54 @@ def test_copies_that_take_what_is_free_are_those_of_the_plan(tmp_path, capsys):
     assert 'note: "secondary.memory_gb" is "auto", and copies count as without a bound: give --gpu-gb' in lines
 
 
+@pytest.mark.parametrize(
+    ("batch", "words", "steps", "assumed"),
+    [
+        ({"train_batch_size": 128}, ["--ranks", "8"], 16, False),
+        ({"train_batch_size": 128}, [], 2, False),  # 8 x 8 ranks
+        ({"train_batch_size": 128, "gradient_accumulation_steps": "auto"}, ["--ranks", "8"], 16, False),
+        ({"train_batch_size": 128, "sequence_parallel_size": 2}, ["--ranks", "8"], 32, False),
+        ({"gradient_accumulation_steps": 4}, ["--ranks", "8"], 4, False),
+        ({}, ["--ranks", "8"], 1, False),
+        ({"gradient_accumulation_steps": "auto"}, ["--ranks", "8"], 1, True),
+        ({"train_batch_size": "auto"}, ["--ranks", "8"], 1, True),
+        ({"gradient_accumulation_steps": "auto"}, ["--ranks", "8", "--micro-batches", "3"], 3, False),
+    ],
+)
+def test_accumulation_is_what_an_engine_makes_of_the_batch_sizes(tmp_path, capsys, batch, words, steps, assumed):
+    lines, _, _ = said_of_costs(tmp_path, capsys, ds_config({"recipe": "zeropp"}, **BATCH, **BF16, **batch), *words)
+    assert json.loads((tmp_path / "found.json").read_text())["job"]["micro_batches"] == steps
+    note = 'note: one micro-batch per step is assumed, which "auto" does not say: give --micro-batches'
+    assert (note in lines) == assumed
+
+
+def test_ranks_of_a_node_that_the_section_says_otherwise(tmp_path, capsys):
+    given = ds_config({"recipe": "zeropp", "topology": {"ranks_per_node": 4}}, **BATCH, **BF16)
+    words = ["--ranks", "16", "--ranks-per-node"]
+    said = '"topology.ranks_per_node" is 4, which counts instead of --ranks-per-node: --gbit is what so many ranks send'
+    for each, noted in (("8", True), ("4", False)):
+        lines, _, _ = said_of_costs(tmp_path, capsys, given, *words, each)
+        assert any("4 x 4 GPUs" in line for line in lines) and (f"note: {said} together" in lines) == noted
+
+
+def test_costs_of_a_precision_that_the_trainer_fills_in(tmp_path, capsys):
+    lines, _, _ = said_of_costs(tmp_path, capsys, auto(recipe="zeropp"), "--ranks", "8", "--micro-batches", "1")
+    assert not any("note:" in line for line in lines)
+
+
+@pytest.mark.parametrize("prefix", ["", "stage3_"])
+def test_what_stays_gathered_by_either_name_of_a_key(tmp_path, capsys, prefix):
+    zero = {f"{prefix}max_live_parameters": 3e8, f"{prefix}max_reuse_distance": 1e8}
+    said_of_costs(tmp_path, capsys, ds_config({"recipe": "zeropp"}, zero, **BATCH, **BF16))
+    assert json.loads((tmp_path / "found.json").read_text())["job"]["kept_parameters"] == 1e8
+
+
+def test_costs_where_nothing_asks_for_the_plugin(tmp_path, capsys):
+    lines, cost, status = said_of_costs(tmp_path, capsys, {**BATCH, **BF16, "zero_optimization": {"stage": 3}})
+    assert (cost, status) == ([], 2)
+    assert "note: no estimate: nothing in it asks for the plugin" in lines
+
+
 def test_a_section_without_a_recipe_is_named_as_such(tmp_path, capsys):
     """It is not `lossless`, whatever it sets; and its fields say whether its LoRA is modelled."""
     given = ds_config({"weights": {"format": "int4"}, "gradients": {"inter_format": "int4"}}, **BATCH, **BF16)
@@ -559,6 +608,7 @@ def adam(rate, kind="AdamW"):
     [
         ("zeropp-exact", adam(1e-3), "5.5"),
         ("zeropp-exact", adam(5e-4, "Adam"), "4.4"),
+        ("zeropp-exact", adam(1), "5.5"),  # Hjson reads 1 as a whole number
         ("zeropp-exact", adam(2e-4), None),
         ("zeropp-exact", adam(1e-6), None),
         ("zeropp-exact", adam("auto"), None),
@@ -641,6 +691,10 @@ def test_the_model_by_its_config(tmp_path, capsys):
         (["--ranks", "4", "--ranks-per-node", "3"], "--ranks 4 is no multiple of --ranks-per-node 3: change"),
         (["--ranks", "0"], "--ranks: 0: give a whole number from 1 to 100000"),
         (["--model", "x", "--layers", "3", "--ranks", "2"], "--layers does not go with --model"),
+        *(
+            ([option, "8"], f"{option} is of a step's cost, and needs --params or --model")
+            for option in ("--gpu-gb", "--lora-rank", "--hidden", "--gbit", "--tflops", "--micro-batches")
+        ),
     ],
 )
 def test_wrong_options(words, message, capsys):
