@@ -48,9 +48,11 @@ def read(path: str, engine: int = 0) -> list[dict]:
 
 
 def latest(samples: Sequence[dict]) -> list[dict]:
-    """The newest row of each kind and layer, with its step; those with the least signal-to-noise come first."""
+    """The newest row of each kind and layer, with its step; of a kind those that are not finite come first, then those
+    with the least signal-to-noise."""
     rows = {(row["kind"], row["layer"]): {**row, "step": one["step"]} for one in samples for row in one["rows"]}
-    return sorted(rows.values(), key=lambda row: (row["kind"], math.inf if row["snr_db"] is None else row["snr_db"]))
+    snr_db = {key: math.inf if row["snr_db"] is None else row["snr_db"] for key, row in rows.items()}
+    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], -rows[key]["non_finite"], snr_db[key]))]
 
 
 def worst_layers(samples: Sequence[dict], worst: int) -> str:
@@ -60,8 +62,9 @@ def worst_layers(samples: Sequence[dict], worst: int) -> str:
     for row in latest(samples):
         shown[row["kind"]] += 1
         if shown[row["kind"]] <= worst:
-            snr_db = "exact" if row["snr_db"] is None else f"{row['snr_db']:.1f}"
-            shares = (f"{100 * row[name]:.2g}%" for name in ("underflow", "overflow", "non_finite"))
+            unknown = "-" if row["non_finite"] else "exact"
+            snr_db = unknown if row["snr_db"] is None else f"{row['snr_db']:.1f}"
+            shares = (f"{100 * row[name]:.3g}%" for name in ("underflow", "overflow", "non_finite"))
             rows.append((row["kind"], snr_db, f"{row['amax']:.3g}", *shares, str(row["step"]), row["layer"]))
     lines = table(rows, words=("kind", "layer"))
     lines += [f"{kind}: {count - worst} more" for kind, count in shown.items() if count > worst]
