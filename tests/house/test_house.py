@@ -25,7 +25,7 @@ LINES = {
     "formats": 2513,
     "fsdp2": 997,
     "kernels": 5102,
-    "numerics": 1160,
+    "numerics": 1179,
     "optim": 1182,
     "plan": 1808,
     "plugin": 1778,

@@ -121,9 +121,18 @@ def test_layers_that_are_not_finite_come_first(tmp_path, capsys):
     assert progress(7, rows[:1], None).endswith("lowest none: nothing was rounded")
 
 
+def test_a_run_that_was_killed_leaves_a_file_that_can_be_shown(path, capsys):
+    whole = path.read_text()
+    path.write_text(f"{whole}\n{whole[: len(whole) // 3]}\n\n{whole}")
+    command(["numerics", str(path)])
+    said = capsys.readouterr()
+    assert said.err == f"numerics: {path}: left out, because they are cut: line 5\n" and "12.0" in said.out
+    assert len(read(path)) == 4
+
+
 def test_what_cannot_be_shown(path, tmp_path):
     for arguments, said in (
-        ([str(path), "--engine", "7"], 'no sample of engine 7; set "numerics"'),
+        ([str(path), "--engine", "7"], 'no sample of engine 7; set "numerics".*; --engine may be 0 or 1'),
         ([str(tmp_path / "none")], "none: no such file"),
     ):
         with pytest.raises(SystemExit, match=said):
@@ -131,7 +140,9 @@ def test_what_cannot_be_shown(path, tmp_path):
     path.write_text(json.dumps({**SAMPLES[0], "rows": []}) + "\n")
     with pytest.raises(SystemExit, match="nothing was rounded"):
         command(["numerics", str(path), "--picture", str(tmp_path / "p.png")])
-    for line in ('{"loss": 1}', "no JSON"):
+    sample = SAMPLES[0]
+    wrong = [{**sample, "rows": None}, {**sample, "rows": [{"kind": "weights"}]}, {**sample, "cost": 3}]
+    for line in ('{"loss": 1}', "no JSON", *map(json.dumps, wrong)):
         path.write_text(f"{line}\n")
         with pytest.raises(SystemExit, match=f"{path}, line 1, is no sample"):
             command(["numerics", str(path)])
