@@ -157,7 +157,6 @@ def _stock(given: Mapping[str, Any]) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("check", __doc__)
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
     parser.add_argument(
@@ -252,11 +251,7 @@ def _of_the_estimate(found: Checked, arguments: argparse.Namespace) -> Iterator[
 def cost_of(
     config: PluginConfig | None, ds_config: Mapping[str, Any], arguments: argparse.Namespace
 ) -> tuple[Job, list]:
-    """The job that is planned, and the plan's estimates of a step of stock and of this configuration.
-
-    Raises:
-        PlanError: a job that cannot be, or that the plan does not model.
-    """
+    """The job that is planned, and the plan's estimates of a step of stock and of this configuration."""
     if config is None:
         raise PlanError("nothing in it asks for the plugin")
     each = config.topology.ranks_per_node
@@ -277,7 +272,6 @@ def cost_of(
 
 
 def report(path: str, found: Checked) -> str:
-    """The lines that are printed."""
     lines = []
     if found.config is not None:
         source = f" (from {found.config.recipe_variable})" if found.config.recipe_variable else ""

@@ -40,7 +40,6 @@ START_S = 30  # for what is not waiting: imports, and the report
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("doctor", __doc__)
     parser.add_argument("--ranks-per-node", type=whole(), help="as topology.ranks_per_node; default: ranks of one host")
     links, silent = "of measuring links; 0: leave it out", "seconds until a rank that is silent is named"
@@ -257,7 +256,6 @@ def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
 
 
 def report(found: Diagnosis) -> list[str]:
-    """The lines that rank 0 prints."""
     lines, first = [], found.facts.get(0)
     on_gpus = any(one["rates"] for one in found.facts.values())
     if first is not None:

@@ -37,7 +37,6 @@ class Ranks:
         self.store, self.rank, self.world_size, self.limit_s = store, rank, world_size, limit_s
 
     def tell(self, what: str, said: Any, failed: bool = False) -> None:
-        """Say something about `what`, once."""
         self.store.set(f"{what}/{self.rank}", json.dumps(said))
         self.store.add(f"{what}/failed", int(failed))
         self.store.add(f"{what}/count", 1)
@@ -57,11 +56,7 @@ class Ranks:
         self.store.set(f"{what}/decided", json.dumps(decided))
 
     def decided(self, what: str, limit_s: float) -> Any:
-        """The decision of rank 0.
-
-        Raises:
-            Unanswered: nothing in time.
-        """
+        """The decision of rank 0."""
         key = f"{what}/decided"
         try:
             self.store.wait([key], timedelta(seconds=limit_s))
@@ -78,11 +73,7 @@ class Ranks:
 
 
 def place_in_job(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, ranks, local rank) as launchers say them; one rank where none does.
-
-    Raises:
-        ValueError: a launcher that sets none of torch's variables has started several, or a variable is no such number.
-    """
+    """(rank, ranks, local rank) as launchers say them; one rank where none does."""
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size = _number(env, "WORLD_SIZE", least=1)
         rank = _number(env, "RANK", most=world_size - 1)
@@ -104,12 +95,7 @@ def _number(env: Mapping[str, str], name: str, default: int = 0, least: int = 0,
 
 
 def joined(rank: int, world_size: int, limit_s: float, env: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks of the launcher's rendezvous, without waiting for them.
-
-    Raises:
-        Unanswered: the rendezvous cannot be reached in time.
-        ValueError: MASTER_PORT is none.
-    """
+    """The ranks of the launcher's rendezvous, without waiting for them."""
     if world_size == 1:
         return Ranks(dist.HashStore(), rank, world_size, limit_s)
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500, most=65535)

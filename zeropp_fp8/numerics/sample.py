@@ -295,7 +295,6 @@ def summary(rows: Sequence[dict]) -> dict[str, float]:
 
 
 def progress(step: int, rows: Sequence[dict], cost: dict | None) -> str:
-    """A sample as a line."""
     worst = [f"{kind} {row['snr_db']:.1f} dB in {row['layer']}" for kind, row in lowest(rows).items()]
     broken = max(rows, key=lambda row: row["non_finite"], default={"non_finite": 0})
     if share := 100 * broken["non_finite"]:

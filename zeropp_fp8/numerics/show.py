@@ -30,10 +30,6 @@ DRAWN = {
 def read(path: str, engine: int = 0) -> list[dict]:
     """The samples of one engine, in the order in which they were taken, without lines that are blank or cut: a run that
     is killed may leave one.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: there is no sample, or a line is something else.
     """
     samples, cut = [], []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):

@@ -67,7 +67,6 @@ def read(parser: Parser, argv: Sequence[str] | None, methods: Sequence[str], of_
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     return read(parser_of("plan", __doc__), argv, TABLE_METHODS, LORA_TABLE_METHODS)
 
 
@@ -95,7 +94,6 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Options of a GPU."""
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200", help="default %(default)s")
 
@@ -124,13 +122,11 @@ def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
-    """The preset with what the command line changes."""
     given = {field: getattr(arguments, field) for field, _ in OVERRIDES.values()}
     return replace(preset, **{field: value for field, value in given.items() if value is not None})
 
 
 def job_of(arguments: argparse.Namespace, cluster: Cluster) -> Job:
-    """The job of the options of `add_job`."""
     if arguments.model is not None:
         from zeropp_fp8.plan.hugging_face import model_of
 
@@ -183,7 +179,6 @@ def steps_table(
 
 
 def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:
-    """Seconds of a step where a node sends `gbit` Gbit/s."""
     cluster = replace(job.cluster, inter_gbit=gbit)
     return estimator(method, replace(job, cluster=cluster), hardware).step_s
 

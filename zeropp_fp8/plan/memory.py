@@ -49,7 +49,6 @@ class MemoryEstimate:
 
     @property
     def held(self) -> float:
-        """The bytes that stay through the whole step."""
         return self.weights + self.states + self.gradients + self.residuals + self.secondary
 
     @property

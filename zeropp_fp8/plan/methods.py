@@ -182,11 +182,9 @@ class Method:
         return job.cluster.ranks_per_node if self.states_sharded_over == "node" else job.cluster.world_size
 
     def difference_bytes(self, job: Job) -> float:
-        """Bytes of an exact difference, per parameter."""
         return difference_bits(job.learning_rate, self.difference_of, job.steps) / 8
 
     def gathers(self, job: Job) -> int:
-        """Gathers of one pass."""
         return job.model.tensors if self.gathered_by == "tensor" else job.model.units
 
     def forward_traffic(self, job: Job, first: bool = True) -> Traffic:
@@ -308,7 +306,6 @@ def method_of(config: PluginConfig) -> Method:
 
 
 def _own(name: str, recipe: str, **parts: dict[str, Any]) -> Method:
-    """A recipe with fields set by hand."""
     base = RECIPES[recipe]
     by_hand = {key: {**base.get(key, {}), **part} for key, part in parts.items()}
     config = with_differences(PluginConfig(**{**base, **by_hand}), {"bf16": {"enabled": True}})
@@ -386,11 +383,7 @@ LORA_TABLE_METHODS += ("int8", "int4", "nf4", "qlora", "qlora-rank")
 
 
 def method_named(name: str) -> Method:
-    """A method by name, "_" for "-" and any case allowed.
-
-    Raises:
-        PlanError: there is none of this name.
-    """
+    """A method by name, "_" for "-" and any case allowed."""
     key = name.lower().replace("_", "-")
     if key not in METHODS:
         close = difflib.get_close_matches(key, METHODS, n=1)

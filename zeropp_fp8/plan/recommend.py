@@ -130,9 +130,6 @@ def recommend(
 def ds_config_of(recipe: str, job: Job, copies: float | str | None = None) -> dict[str, Any]:
     """A ds_config of stage 3 with the recipe, for a job whose sequences and accumulation are known; `copies`, where the
     recipe has some: their bytes, or "auto".
-
-    Raises:
-        PlanError: there is no such recipe (a method of the plan alone).
     """
     if recipe not in ("stock", *RECIPES):
         raise PlanError(f"{recipe} is no recipe; recipes are {', '.join(RECIPES)}")

@@ -80,7 +80,6 @@ class SavedRanks:
         return self._read[rank]
 
     def of(self, name: str) -> SavedParameter:
-        """All ranks' parts of a parameter."""
         return SavedParameter(self, name)
 
 
@@ -98,7 +97,6 @@ class SavedParameter(Sequence):
         return fragment.payload if isinstance(fragment, QuantizedFragment) else fragment
 
     def fragment(self, rank: int) -> Fragment:
-        """The fragment of a rank, as it was saved."""
         return self._saved.of_rank(rank)[self._name]
 
 
