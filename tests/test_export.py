@@ -177,6 +177,33 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     assert export_checkpoint(folder, tmp_path / "to") == 3
 
 
+def not_model_states(tmp_path):
+    """Contents of files by what is wrong with them."""
+    torch.save(states_of(tensors_of(), 0, 1, torch.bfloat16), tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    found = {"empty": b"", "cut": whole[: len(whole) // 2], "its end is missing": whole[:-10], "text": b"hello there\n"}
+    for name, value in {"a list": [1, 2], "no states": {"module": {}}}.items():
+        torch.save(value, tmp_path / "other")
+        found[name] = (tmp_path / "other").read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_file_that_holds_no_model_states(tmp_path, trust):
+    """One sentence names it, whatever torch says of it; trusting it would not help."""
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 1)
+    file = folder / "step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    remedy = r"\): save the checkpoint again, or take another tag$"
+    for content in not_model_states(tmp_path).values():
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(file))} is cut, damaged or no file .*{remedy}"):
+            export_checkpoint(folder, tmp_path / "to", trust=trust)
+    file.write_bytes(b"[\x80 no pickle")
+    with pytest.raises(ValueError, match="is cut, damaged" if trust else "if you trust the file, add --trust$"):
+        export_checkpoint(folder, tmp_path / "to", trust=trust)
+    assert not (tmp_path / "to").exists()
+
+
 def test_files_of_another_checkpoint_are_named(tmp_path):
     folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
     other = folder / "step7" / "zero_pp_rank_2_mp_rank_00_model_states.pt"

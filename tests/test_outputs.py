@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zeropp_fp8.__main__ import COMMANDS
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.numerics import reference
-from zeropp_fp8.outputs import plain, table
+from zeropp_fp8.outputs import labelled, plain, table
 
 FILES = {
     "doctor": ["doctor", "--json"],
@@ -132,3 +132,10 @@ def test_json_of_a_dataclass_has_what_is_derived_and_no_number_that_is_none():
     assert json.loads(json.dumps(said)) == {
         "found": {"seconds": 1.5, "parts": [{"seconds": None, "parts": [], "twice": None}, "x"], "twice": 3.0}
     }
+
+
+def test_a_long_label_does_not_run_into_its_text():
+    assert labelled([("device", "CPU")]) == [f"{'device':<14}CPU"]
+    long = labelled([("  recipe", "zeropp"), ("  gather_granularity", "parameter")])
+    assert [line.split() for line in long] == [["recipe", "zeropp"], ["gather_granularity", "parameter"]]
+    assert len({line.index(text) for line, text in zip(long, ("zeropp", "parameter"))}) == 1

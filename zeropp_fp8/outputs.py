@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -117,9 +117,10 @@ def table(rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[str]
     return ["  ".join(map(format, row, columns)).rstrip() for row in rows]
 
 
-def labelled(lines: Iterable[tuple[str, str]]) -> list[str]:
+def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     """Lay out lines of (label, text), with the texts aligned."""
-    return [f"{label:<{LABEL}}{text}" for label, text in lines]
+    width = max([LABEL, *(len(label) + 1 for label, _ in lines)])
+    return [f"{label:<{width}}{text}" for label, text in lines]
 
 
 def run_command(name: str, target: str | None, run: Callable[[dict[str, Any]], int | None], *refused: type) -> None:

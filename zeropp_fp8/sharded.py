@@ -222,7 +222,7 @@ def wire_dtype(param: Parameter) -> torch.dtype:
     """Return the dtype of values that are sent unquantized."""
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
-    return get_allgather_dtype(param, param.ds_tensor)
+    return get_allgather_dtype(param, param.ds_tensor) or param.ds_tensor.dtype  # autocast of no dtype says None
 
 
 def stored_as_codes(param: Parameter) -> bool:

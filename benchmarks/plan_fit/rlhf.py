@@ -154,7 +154,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--response", type=whole(), default=0, help="tokens of a response that the actor generates first; default: none"
     )
     arguments = plan.read(parser, argv, FULL, LORA)
-    if arguments.secondary_gb == "auto":
+    if arguments.copies == "auto":
         parser.error("--secondary-gb auto does not go with four models that share a GPU; give a number of GB")
     return arguments
 

@@ -23,6 +23,7 @@ from zeropp_fp8.config import RECIPES, SECTION, ConfigError, resolve
 from zeropp_fp8.doctor.check import check, cost_of, differing, parse
 from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate, method_of
+from zeropp_fp8.plan.__main__ import main as plan_main
 from zeropp_fp8.plan.hugging_face import model_of
 from zeropp_fp8.plugin.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.zero.states.compressed import checked_update
@@ -71,6 +72,8 @@ def test_a_recipe_is_the_method_that_the_plan_has_of_it(recipe):
             },
         ),
         ({"secondary": {"scope": "rank"}}, {"backward_gather": "rank"}),
+        ({"secondary": {"memory_gb": 1.5}}, {"copies": 1.5e9}),
+        ({"secondary": {"memory_gb": "detect"}}, {"copies": "auto"}),
         ({"gradients": {"error_feedback": True}}, {"residual_bytes": 1 + 2 / 128}),
         ({"frozen": {"format": "int8"}}, {"stored_bytes": 1 + 2 / 64}),
         ({"compute": {"format": "fp8"}}, {"cast_bytes": 4.0, "fp8_products": True}),
@@ -351,7 +354,8 @@ def test_owners_need_a_later_deepspeed(monkeypatch):
 def test_what_is_no_ds_config(tmp_path, capsys):
     twice = tmp_path / "twice.json"
     twice.write_text('{"bf16": {}, "bf16": {}}')
-    for path, message in ((tmp_path / "none.json", "neither a file nor base64"), (twice, "duplicate keys")):
+    nothing = "neither a file nor base64"
+    for path, message in ((tmp_path / "none.json", nothing), ("", nothing), (twice, "duplicate keys")):
         with pytest.raises(SystemExit) as ended:
             command(["check", str(path)])
         text = capsys.readouterr().out
@@ -507,6 +511,94 @@ def test_costs_are_the_plans(tmp_path, capsys):
     assert "--methods" not in text and (found["job"], found["cost"]) == (None, [])
 
 
+def said_of_costs(tmp_path, capsys, given, *words):
+    """(lines, estimates, exit status) of a ds_config's cost."""
+    path, out = tmp_path / "ds_config.json", tmp_path / "found.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(SystemExit) as ended:
+        command(["check", str(path), "--params", "7e9", "--json", str(out), *words])
+    return capsys.readouterr().out.splitlines(), json.loads(out.read_text())["cost"], ended.value.code
+
+
+def test_copies_that_take_what_is_free_are_those_of_the_plan(tmp_path, capsys):
+    """An engine bounds them by the GPU's memory: they fit, and the step is that of the plan."""
+    given = ds_config({"recipe": "zeropp-pcie"}, {"stage3_max_live_parameters": 2e8}, **BATCH, **BF16)
+    rates = ["--ranks", "4", "--gbit", "64", "--link-efficiency", "1"]
+    lines, (_, own), _ = said_of_costs(tmp_path, capsys, given, *rates, "--gpu-gb", "52")
+    plan_main(
+        ["--params", "7e9", "--nodes", "1", "--ranks-per-node", "4", "--gpu-gb", "52", "--intra-gbs", "8", "--json"]
+    )
+    (planned,) = (one for one in json.loads(capsys.readouterr().out)["methods"] if one["method"] == "zeropp-pcie")
+    assert own["step_s"] == pytest.approx(planned["step_s"], rel=5e-3)
+    assert 0 < own["memory"]["secondary"] == planned["memory"]["secondary"] < 4e9
+    assert not any("note:" in line for line in lines)
+    lines, (_, whole), _ = said_of_costs(tmp_path, capsys, given, *rates)
+    assert whole["memory"]["secondary"] > 7e9
+    assert 'note: "secondary.memory_gb" is "auto", and copies count as without a bound: give --gpu-gb' in lines
+
+
+@pytest.mark.parametrize(
+    ("batch", "words", "steps", "assumed"),
+    [
+        ({"train_batch_size": 128}, ["--ranks", "8"], 16, False),
+        ({"train_batch_size": 128}, [], 2, False),  # 8 x 8 ranks
+        ({"train_batch_size": 128, "gradient_accumulation_steps": "auto"}, ["--ranks", "8"], 16, False),
+        ({"train_batch_size": 128, "sequence_parallel_size": 2}, ["--ranks", "8"], 32, False),
+        ({"gradient_accumulation_steps": 4}, ["--ranks", "8"], 4, False),
+        ({}, ["--ranks", "8"], 1, False),
+        ({"gradient_accumulation_steps": "auto"}, ["--ranks", "8"], 1, True),
+        ({"train_batch_size": "auto"}, ["--ranks", "8"], 1, True),
+        ({"gradient_accumulation_steps": "auto"}, ["--ranks", "8", "--micro-batches", "3"], 3, False),
+    ],
+)
+def test_accumulation_is_what_an_engine_makes_of_the_batch_sizes(tmp_path, capsys, batch, words, steps, assumed):
+    lines, _, _ = said_of_costs(tmp_path, capsys, ds_config({"recipe": "zeropp"}, **BATCH, **BF16, **batch), *words)
+    assert json.loads((tmp_path / "found.json").read_text())["job"]["micro_batches"] == steps
+    note = 'note: one micro-batch per step is assumed, which "auto" does not say: give --micro-batches'
+    assert (note in lines) == assumed
+
+
+def test_ranks_of_a_node_that_the_section_says_otherwise(tmp_path, capsys):
+    given = ds_config({"recipe": "zeropp", "topology": {"ranks_per_node": 4}}, **BATCH, **BF16)
+    words = ["--ranks", "16", "--ranks-per-node"]
+    said = '"topology.ranks_per_node" is 4, which counts instead of --ranks-per-node: --gbit is what so many ranks send'
+    for each, noted in (("8", True), ("4", False)):
+        lines, _, _ = said_of_costs(tmp_path, capsys, given, *words, each)
+        assert any("4 x 4 GPUs" in line for line in lines) and (f"note: {said} together" in lines) == noted
+
+
+def test_costs_of_a_precision_that_the_trainer_fills_in(tmp_path, capsys):
+    lines, _, _ = said_of_costs(tmp_path, capsys, auto(recipe="zeropp"), "--ranks", "8", "--micro-batches", "1")
+    assert not any("note:" in line for line in lines)
+
+
+@pytest.mark.parametrize("prefix", ["", "stage3_"])
+def test_what_stays_gathered_by_either_name_of_a_key(tmp_path, capsys, prefix):
+    zero = {f"{prefix}max_live_parameters": 3e8, f"{prefix}max_reuse_distance": 1e8}
+    said_of_costs(tmp_path, capsys, ds_config({"recipe": "zeropp"}, zero, **BATCH, **BF16))
+    assert json.loads((tmp_path / "found.json").read_text())["job"]["kept_parameters"] == 1e8
+
+
+def test_costs_where_nothing_asks_for_the_plugin(tmp_path, capsys):
+    lines, cost, status = said_of_costs(tmp_path, capsys, {**BATCH, **BF16, "zero_optimization": {"stage": 3}})
+    assert (cost, status) == ([], 2)
+    assert "note: no estimate: nothing in it asks for the plugin" in lines
+
+
+def test_a_section_without_a_recipe_is_named_as_such(tmp_path, capsys):
+    """It is not `lossless`, whatever it sets; and its fields say whether its LoRA is modelled."""
+    given = ds_config({"weights": {"format": "int4"}, "gradients": {"inter_format": "int4"}}, **BATCH, **BF16)
+    lines, (_, own), _ = said_of_costs(tmp_path, capsys, given, "--ranks", "8")
+    assert own["method"] == "this ds_config" and any(line.startswith("this ds_config  ") for line in lines)
+    assert said_of_costs(tmp_path, capsys, given, "--lora-rank", "8")[2] == 0
+    for section in ({"compute": {"format": "fp8"}}, {"recipe": "zeropp", "compile": "blocks"}):
+        given = ds_config(section, **BATCH, **BF16)
+        lines, cost, status = said_of_costs(tmp_path, capsys, given, "--lora-rank", "8")
+        name = section.get("recipe", "this ds_config")
+        assert (cost, status) == ([], 2)
+        assert any(line.startswith(f"note: no estimate: {name}: its LoRA is not modelled; that of") for line in lines)
+
+
 def adam(rate, kind="AdamW"):
     return {"optimizer": {"type": kind, "params": {"lr": rate}}}
 
@@ -516,6 +608,7 @@ def adam(rate, kind="AdamW"):
     [
         ("zeropp-exact", adam(1e-3), "5.5"),
         ("zeropp-exact", adam(5e-4, "Adam"), "4.4"),
+        ("zeropp-exact", adam(1), "5.5"),  # Hjson reads 1 as a whole number
         ("zeropp-exact", adam(2e-4), None),
         ("zeropp-exact", adam(1e-6), None),
         ("zeropp-exact", adam("auto"), None),
@@ -598,6 +691,10 @@ def test_the_model_by_its_config(tmp_path, capsys):
         (["--ranks", "4", "--ranks-per-node", "3"], "--ranks 4 is no multiple of --ranks-per-node 3: change"),
         (["--ranks", "0"], "--ranks: 0: give a whole number from 1 to 100000"),
         (["--model", "x", "--layers", "3", "--ranks", "2"], "--layers does not go with --model"),
+        *(
+            ([option, "8"], f"{option} is of a step's cost, and needs --params or --model")
+            for option in ("--gpu-gb", "--lora-rank", "--hidden", "--gbit", "--tflops", "--micro-batches")
+        ),
     ],
 )
 def test_wrong_options(words, message, capsys):

@@ -191,6 +191,38 @@ def test_places_of_launchers():
         assert place_in_job({variable: "1"}) == (0, 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: give a whole number from 1 to"),
+        ({"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: give a whole number from 1 to"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5: give a whole number from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1: give a whole number from 0 to"),
+        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS=many: give a whole number"),
+    ],
+)
+def test_places_that_launchers_cannot_mean(env, said, monkeypatch, capsys):
+    with pytest.raises(ValueError, match=said):
+        place_in_job(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        diagnosis.main([])
+    assert ended.value.code == 1 and capsys.readouterr().err.startswith(f"doctor: {said}")
+
+
+def test_a_port_that_is_none():
+    with pytest.raises(ValueError, match="MASTER_PORT=abc: give a whole number from 0 to 65535"):
+        joined(1, 2, 1.0, {"MASTER_PORT": "abc"})
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--seconds"])
+def test_times_longer_than_a_day(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        diagnosis.main([option, "1e15"])
+    assert ended.value.code == 2 and f"{option}: 1e15: give a number" in capsys.readouterr().err
+
+
 def test_a_rendezvous_that_is_not_there():
     with pytest.raises(Unanswered, match=r"rank 1: MASTER_ADDR:MASTER_PORT, 127\.0\.0\.1:1, cannot be reached in 1 s"):
         joined(1, 2, 1.0, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})

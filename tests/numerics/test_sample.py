@@ -15,7 +15,7 @@ from zeropp_fp8.config import ComputeConfig
 from zeropp_fp8.numerics.bisect import Bisection, say
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
 from zeropp_fp8.numerics.reference import Experiment, Run, distance, layer_table
-from zeropp_fp8.numerics.sample import Sampler
+from zeropp_fp8.numerics.sample import Sampler, progress
 from zeropp_fp8.numerics.show import latest, read
 from zeropp_fp8.numerics.trial import fingerprint
 
@@ -34,6 +34,8 @@ def test_every_number_by_its_definition():
     # 460 is within half a step of 448 (E4M3), 1000 is not.
     assert (found["underflow"], found["overflow"], found["non_finite"]) == (1 / 7, 1 / 7, 2 / 7)
     assert measured([0.0, 1.0], [0.0, 1.0])["snr_db"] is None
+    assert measured([0.0, 0.0], [0.0, 1.0])["snr_db"] == -300, "all is lost where there was nothing"
+    assert measured([math.nan, math.nan], [math.nan, 1.0])["snr_db"] is None
     assert measured([1e-9, 2.0], [0.0, 0.0])["overflow"] == 0
     assert measured([1e-9, 2.0], [0.0, 0.0])["underflow"] == 1
     sums, amax = measure(torch.empty(0), torch.empty(0))
@@ -83,7 +85,7 @@ def test_the_command_shows_the_worst_layers(path, tmp_path, capsys):
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert [line.split() for line in lines[1:3]] == [
-        ["gradients", "exact", "1", "25%", "0%", "50%", "200", "a"],
+        ["gradients", "-", "1", "25%", "0%", "50%", "200", "a"],
         ["weights", "12.0", "1", "0%", "0%", "0%", "100", "b"],
     ]
     assert lines[3:] == ["weights: 1 more", "samples took 0.4 % of the time of 1 intervals"]
@@ -95,9 +97,42 @@ def test_the_command_shows_the_worst_layers(path, tmp_path, capsys):
     assert [(one["layer"], one["step"]) for one in latest(read(path))] == [("a", 200), ("b", 100), ("a", 200)]
 
 
+def test_layers_that_are_not_finite_come_first(tmp_path, capsys):
+    """In the table, and in the line of the run: their finite numbers alone would say that nothing is wrong."""
+    rows = [
+        row("weights", "exact", None),
+        row("weights", "low", 12.0),
+        row("weights", "some", 40.0, non_finite=0.25),
+        row("weights", "all", None, non_finite=1.0),
+    ]
+    path = tmp_path / "numerics.jsonl"
+    path.write_text(json.dumps({**SAMPLES[0], "rows": rows}) + "\n")
+    command(["numerics", str(path)])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(line[1], line[-1]) for line in shown] == [
+        ("-", "all"),
+        ("40.0", "some"),
+        ("12.0", "low"),
+        ("exact", "exact"),
+    ]
+    broken = "weights 100 % not finite in all"
+    assert progress(7, rows, None).endswith(f"step 7: lowest weights 12.0 dB in low, {broken}")
+    assert progress(7, rows[3:], None).endswith(f"step 7: lowest {broken}")
+    assert progress(7, rows[:1], None).endswith("lowest none: nothing was rounded")
+
+
+def test_a_run_that_was_killed_leaves_a_file_that_can_be_shown(path, capsys):
+    whole = path.read_text()
+    path.write_text(f"{whole}\n{whole[: len(whole) // 3]}\n\n{whole}")
+    command(["numerics", str(path)])
+    said = capsys.readouterr()
+    assert said.err == f"numerics: {path}: left out, because they are cut: line 5\n" and "12.0" in said.out
+    assert len(read(path)) == 4
+
+
 def test_what_cannot_be_shown(path, tmp_path):
     for arguments, said in (
-        ([str(path), "--engine", "7"], 'no sample of engine 7; set "numerics"'),
+        ([str(path), "--engine", "7"], 'no sample of engine 7; set "numerics".*; --engine may be 0 or 1'),
         ([str(tmp_path / "none")], "none: no such file"),
     ):
         with pytest.raises(SystemExit, match=said):
@@ -105,7 +140,9 @@ def test_what_cannot_be_shown(path, tmp_path):
     path.write_text(json.dumps({**SAMPLES[0], "rows": []}) + "\n")
     with pytest.raises(SystemExit, match="nothing was rounded"):
         command(["numerics", str(path), "--picture", str(tmp_path / "p.png")])
-    for line in ('{"loss": 1}', "no JSON"):
+    sample = SAMPLES[0]
+    wrong = [{**sample, "rows": None}, {**sample, "rows": [{"kind": "weights"}]}, {**sample, "cost": 3}]
+    for line in ('{"loss": 1}', "no JSON", *map(json.dumps, wrong)):
         path.write_text(f"{line}\n")
         with pytest.raises(SystemExit, match=f"{path}, line 1, is no sample"):
             command(["numerics", str(path)])

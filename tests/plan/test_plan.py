@@ -182,6 +182,22 @@ def test_copies_on_every_gpu_send_weights_once(job):
     assert estimate(PCIE, none, H200).step_s > estimate(PCIE, replace(job, micro_batches=3), H200).step_s
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (4, 1), (2, 4), (3, 2)])
+def test_ranks_that_count_as_nodes_exchange_gradients_one_by_one(nodes, per_node):
+    """Each sends each of the others a slice of all gradients, whichever node that is on: message by message."""
+    ranks = range(nodes * per_node)
+    sent = {True: 0.0, False: 0.0}
+    for sender, receiver in itertools.permutations(ranks, 2):
+        sent[sender // per_node == receiver // per_node] += (0.5 + 2 / 128) * PARAMETERS / len(ranks)
+    method, job = METHODS["zeropp-pcie"], replace(NONE_KEPT, cluster=Cluster(nodes, per_node, 25), micro_batches=3)
+    traffic = method.gradient_traffic(job)
+    assert (traffic.inter, traffic.intra) == pytest.approx((sent[False] / nodes, sent[True] / len(ranks)))
+    assert method.gradient_traffic(job, last=False) == replace(
+        traffic, inter=0, intra=0, net_hops=0, node_hops=0, at_once=False
+    )
+    assert memory_per_gpu(method, job).gradients == pytest.approx(2 * PARAMETERS * (1 + 1 / len(ranks)))
+
+
 @pytest.mark.parametrize("job", ALONE, ids=["one node", "a node a GPU"])
 def test_copies_and_residuals_take_memory(job):
     whole = memory_per_gpu(PCIE, job)

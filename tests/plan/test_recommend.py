@@ -301,6 +301,36 @@ def test_what_is_written_trains(tmp_path, capsys):
     assert "plan: " in capsys.readouterr().err
 
 
+SLOW_NODE = ["--params", "7e9", "--nodes", "1", "--ranks-per-node", "4", "--gpu-gb", "80", "--intra-gbs", "8"]
+
+
+@pytest.mark.parametrize(("gb", "written"), [("0", 0.0), ("1.5", 1.5), ("auto", "auto")])
+def test_memory_of_copies_bounds_what_is_recommended(tmp_path, capsys, gb, written):
+    """Without room for copies the recipe is recommended as it then is, and so it is written."""
+    path = tmp_path / "ds_config.json"
+    main([*SLOW_NODE, "--methods", "stock", "--secondary-gb", gb, "--write", str(path)])
+    text = capsys.readouterr().out
+    assert "recommended: zeropp-pcie" in text and ("copies of the weights" in text) == (gb != "0")
+    config = resolve(json.loads(path.read_text()))
+    assert (config.recipe, config.secondary.memory_gb) == ("zeropp-pcie", written)
+    job = Job(MODEL, Cluster(1, 4), 2048)
+    assert "secondary" not in ds_config_of("lossless", job, 1e9)["zeropp_fp8"]
+    for recipe in RECIPES:
+        resolve(ds_config_of(recipe, job, 1e9))
+    if gb != "auto":
+        (own,) = (one for one in recommend(job, H200, 80e9, copies=float(gb) * 1e9).estimates if one.method == PCIE)
+        assert own.memory.secondary == float(gb) * 1e9
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_no_ds_config(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ds_config.json"
+    with pytest.raises(SystemExit) as ended:
+        main([*SLOW_NODE, "--write", str(path), "--picture", str(tmp_path / "p.png")])
+    assert ended.value.code == 2 and "there is one node; give --nodes" in capsys.readouterr().err
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("main", "words"),
     [(main, ["--lora-rank", "8"]), (rlhf.main, ["--response", "512"]), (rlhf.main, ["--lora-rank", "8"])],

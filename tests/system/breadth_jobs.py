@@ -244,6 +244,7 @@ SAMPLING = {"enabled": True, "num_workers": 0, "curriculum_learning": CURRICULUM
 CASES = {
     "fp16": Case({"fp16": {"enabled": True, "initial_scale_power": 8}}),
     "torch_autocast": Case({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    "torch_autocast, no dtype": Case({"torch_autocast": {"enabled": True}}),
     "communication_data_type": Case({"bf16": {"enabled": True}, "communication_data_type": "fp32"}),
     "grad_accum_dtype": Case({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}),
     "prescale_gradients": Case({"prescale_gradients": True, **ALL_REDUCED}, fields=EXACT_GRADIENTS),

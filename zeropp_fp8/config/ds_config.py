@@ -44,6 +44,8 @@ def load_ds_config(ds_config: Any) -> dict[str, Any]:
     else:
         try:
             text = base64.urlsafe_b64decode(str(ds_config)).decode()
+            if not text:
+                raise ValueError
         except ValueError:
             raise ConfigError(f"{name} is neither a file nor base64 of JSON") from None
     try:

@@ -56,7 +56,6 @@ class Place:
 
 
 def place_of(rank: int, config: PluginConfig, env: Mapping[str, str] = os.environ) -> Place:
-    """Return the place of this process."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}".strip()
     counted = {name: int(env[name]) for name in LAUNCHER_VARIABLES if env.get(name, "").isdecimal()}

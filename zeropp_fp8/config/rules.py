@@ -116,7 +116,6 @@ def _operands(c: Any) -> dict[str, str]:
 
 
 def _one_of(c: Any, formats: tuple[str, ...]) -> str | None:
-    """Say which operand has one of these formats."""
     return _first(f"{role} are {name}" for role, name in _operands(c).items() if name in formats)
 
 

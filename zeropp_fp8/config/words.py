@@ -61,7 +61,6 @@ def once(lines: Iterable[str]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Write a value as JSON does."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 

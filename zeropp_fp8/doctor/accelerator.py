@@ -21,11 +21,7 @@ def cpu_where_there_is_no_gpu() -> None:
 
 
 def device_of(local_rank: int) -> torch.device:
-    """The GPU of a rank, made the current one; the CPU where there is none.
-
-    Raises:
-        RuntimeError: there are GPUs, but fewer than ranks.
-    """
+    """The GPU of a rank, made the current one; the CPU where there is none."""
     count = torch.cuda.device_count()
     if not torch.cuda.is_available():
         return torch.device("cpu")

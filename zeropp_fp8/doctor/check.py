@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -33,6 +33,7 @@ from zeropp_fp8.doctor.unused import unused_fields
 from zeropp_fp8.outputs import Parser, json_at, labelled, number, whole
 from zeropp_fp8.plan import METHODS, PRESETS, Cluster, Job, PlanError, StepEstimate, estimate, method_of
 from zeropp_fp8.plan import __main__ as plan
+from zeropp_fp8.plan.memory import with_copies
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Checked:
         fields: of the section, those that differ from what an empty one means, by their dotted names.
         auto: keys that Hugging Face's libraries fill in.
         stock: in words, whether DeepSpeed without the plugin would run it.
+        ds_config: as it counts, with something in the place of each "auto".
         job, cost: what is planned, and estimates of a step of stock and of this configuration.
     """
 
@@ -52,6 +54,7 @@ class Checked:
     fields: dict[str, Any] = field(default_factory=dict)
     auto: list[str] = field(default_factory=list)
     stock: str = ""
+    ds_config: dict[str, Any] = field(default_factory=dict)
     job: Job | None = None
     cost: list[StepEstimate] = field(default_factory=list)
 
@@ -74,7 +77,7 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
     for key in sorted(asked - FILLED):
         remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
         found.problems.append(Problem(f'"{key}" is "auto"', remedy))
-    filled = as_if_filled(given)
+    filled = found.ds_config = as_if_filled(given)
     bf16 = filled.setdefault("bf16", {}) if asked & {"bf16.enabled", "fp16.enabled"} else None
     if isinstance(bf16, dict) and not at(filled, ("fp16", "enabled")):
         bf16["enabled"] = True  # a precision that will be filled in counts as 16 bits
@@ -155,7 +158,6 @@ def _stock(given: Mapping[str, Any]) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("check", __doc__)
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
     parser.add_argument(
@@ -169,6 +171,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     plan.check_job(parser, arguments)
     arguments.costs = arguments.model is not None or arguments.params is not None
+    others = ("help", "ds_config", "ranks", "ranks_per_node", "json")
+    for each in () if arguments.costs else parser._actions:
+        if each.dest not in others and getattr(arguments, each.dest) != each.default:
+            parser.error(f"{each.option_strings[0]} is of a step's cost, and needs --params or --model")
     if arguments.ranks_per_node is not None:
         if arguments.ranks is None:
             parser.error("--ranks-per-node needs --ranks")
@@ -182,7 +188,7 @@ def learning_rate(ds_config: Mapping[str, Any]) -> float | None:
     """That of the ds_config's Adam or AdamW; None if it has neither, or a script or the Trainer gives it."""
     kind, rate = at(ds_config, ("optimizer", "type")), at(ds_config, ("optimizer", "params", "lr"))
     is_adam = isinstance(kind, str) and "adam" in kind.lower()
-    return rate if is_adam and isinstance(rate, float) and rate > 0 else None
+    return rate if is_adam and type(rate) in (int, float) and rate > 0 else None
 
 
 def _large_differences(config: PluginConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
@@ -207,42 +213,66 @@ def _coarse_gradients(config: PluginConfig, ds_config: Mapping[str, Any]) -> Ite
         )
 
 
-def _not_estimated(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Say what else the job has than the step that is estimated."""
+def micro_batches(ds_config: Mapping[str, Any], ranks: int) -> int | None:
+    """Accumulation as DeepSpeed completes it; None where the ds_config does not say it."""
+    whole, one, times = (
+        ds_config.get(name)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    if times is None and whole and one:
+        times = max(1, int(whole / one / _data_parallel(ds_config, ranks)))
+    return times
+
+
+def _of_the_estimate(found: Checked, arguments: argparse.Namespace) -> Iterator[str]:
+    """Say what else the job has than the step that is estimated, and what was assumed of it."""
+    ds_config, cluster, method = found.ds_config, found.job.cluster, method_of(found.config)
     devices = (at(ds_config, ("zero_optimization", f"offload_{what}", "device")) for what in ("param", "optimizer"))
     if any(device not in (None, "none") for device in devices):
         yield "the estimate is of weights and states on the GPU, without offload"
     if not any(at(ds_config, (name, "enabled")) for name in ("bf16", "fp16")):
         yield 'the estimate is of weights in 16 bits, and neither "bf16.enabled" nor "fp16.enabled" is true'
+    if arguments.micro_batches is None and {"train_batch_size", "gradient_accumulation_steps"} & {*found.auto}:
+        yield 'one micro-batch per step is assumed, which "auto" does not say: give --micro-batches'
+    if (
+        method.copies == "auto"
+        and (arguments.copies, arguments.gpu_bytes) == (None, None)
+        and method.copy_ranks(cluster)
+    ):
+        yield '"secondary.memory_gb" is "auto", and copies count as without a bound: give --gpu-gb'
+    if arguments.ranks_per_node not in (None, cluster.ranks_per_node):
+        each = f'"topology.ranks_per_node" is {cluster.ranks_per_node}'
+        yield f"{each}, which counts instead of --ranks-per-node: --gbit is what so many ranks send together"
+    if arguments.gpu_bytes is not None and found.cost[1].peak_bytes > arguments.gpu_bytes:
+        yield f"a step does not fit into --gpu-gb {arguments.gpu_bytes / plan.GIGA:g}"
+    if arguments.ranks is None:
+        yield f"the step is that of {cluster.nodes} node(s) of {cluster.ranks_per_node} rank(s): give --ranks for yours"
 
 
-def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argparse.Namespace) -> tuple[Job, list]:
-    """The job that is planned, and the plan's estimates of a step of stock and of this configuration.
-
-    Raises:
-        PlanError: a job that cannot be, or that the plan does not model.
-    """
-    configured = config.topology.ranks_per_node
-    each = (
-        (arguments.ranks_per_node or arguments.ranks or plan.RANKS_PER_NODE) if configured == "detect" else configured
-    )
-    nodes = plan.NODES if arguments.ranks is None else arguments.ranks // each
+def cost_of(
+    config: PluginConfig | None, ds_config: Mapping[str, Any], arguments: argparse.Namespace
+) -> tuple[Job, list]:
+    """The job that is planned, and the plan's estimates of a step of stock and of this configuration."""
+    if config is None:
+        raise PlanError("nothing in it asks for the plugin")
+    each = config.topology.ranks_per_node
+    if each == "detect":
+        each = arguments.ranks_per_node or arguments.ranks or plan.RANKS_PER_NODE
+    cluster = Cluster(plan.NODES if arguments.ranks is None else arguments.ranks // each, each, arguments.gbit)
     if arguments.kept is None:
-        zero = ds_config["zero_optimization"]
-        arguments.kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
+        zero, names = ds_config["zero_optimization"], ("max_live_parameters", "max_reuse_distance")
+        arguments.kept = min(zero.get(f"stage3_{name}", zero.get(name, 1e9)) for name in names)
     if arguments.micro_batches is None:
-        arguments.micro_batches = ds_config.get("gradient_accumulation_steps")
+        arguments.micro_batches = micro_batches(ds_config, cluster.world_size)
     if arguments.lr is None:
         arguments.lr = learning_rate(ds_config)
-    job = plan.job_of(arguments, Cluster(nodes, each, arguments.gbit))
-    hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
-    own, method = replace(job, copies=memory * plan.GIGA) if isinstance(memory, float) else job, method_of(config)
-    own = plan.with_copies(own, method, arguments)
+    job, method = plan.job_of(arguments, cluster), method_of(config)
+    hardware = plan.hardware_of(arguments, PRESETS[arguments.gpu])
+    own = with_copies(method, job, arguments.gpu_bytes, arguments.copies)
     return job, [estimate(METHODS["stock"], job, hardware), estimate(method, own, hardware)]
 
 
 def report(path: str, found: Checked) -> str:
-    """The lines that are printed."""
     lines = []
     if found.config is not None:
         source = f" (from {found.config.recipe_variable})" if found.config.recipe_variable else ""
@@ -263,25 +293,18 @@ def report(path: str, found: Checked) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what is found; exit status 1 where the job would not start, 2 where an estimate was asked for in vain."""
     from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
-    from zeropp_fp8.plugin.auto import as_if_filled
 
     arguments = parse(argv)
     cpu_where_there_is_no_gpu()
     found = check(arguments.ds_config, arguments.ranks, arguments.ranks_per_node)
     unknown = False
-    if arguments.costs and found.config is not None and not exit_status(found.problems):
+    if arguments.costs and not exit_status(found.problems):
         try:
-            ds_config = as_if_filled(load_ds_config(arguments.ds_config))
-            found.job, found.cost = cost_of(found.config, ds_config, arguments)
-            found.problems += [Problem(each, serious=False) for each in _not_estimated(ds_config)]
+            found.job, found.cost = cost_of(found.config, found.ds_config, arguments)
+            notes = [*_of_the_estimate(found, arguments)]
         except PlanError as error:
-            unknown = True
-            found.problems.append(Problem(f"no estimate: {error}", serious=False))
-        if found.cost and arguments.gpu_gb is not None and found.cost[1].peak_bytes > arguments.gpu_gb * plan.GIGA:
-            found.problems.append(Problem(f"a step does not fit into --gpu-gb {arguments.gpu_gb:g}", serious=False))
-        if found.job is not None and arguments.ranks is None:
-            nodes = f"{found.job.cluster.nodes} node(s) of {found.job.cluster.ranks_per_node} rank(s)"
-            found.problems.append(Problem(f"the step is that of {nodes}", "give --ranks for yours", serious=False))
+            unknown, notes = True, [f"no estimate: {error}"]
+        found.problems += [Problem(note, serious=False) for note in notes]
     with json_at(arguments.json) as known:
         known |= vars(found) | {"config": found.config and found.config.model_dump()}
         print(report(arguments.ds_config, found))

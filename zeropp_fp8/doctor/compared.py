@@ -33,7 +33,6 @@ def ranks_by(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
 
 
 def missing_problems(said: Mapping[int, Any], world_size: int, what: str) -> list[Problem]:
-    """Ranks of which nothing came."""
     missing = sorted(set(range(world_size)) - set(said))
     if not missing:
         return []

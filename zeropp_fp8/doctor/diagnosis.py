@@ -35,17 +35,16 @@ UNEVEN = 0.7  # of the median: a group this slow is named
 # step took 275 ms that took 221 with 16 sockets per channel (benchmarks/results/two_nodes/h100-2-25gbit*).
 SLOW_EXCHANGE = 0.8
 LEVELS = ("within", "between")
+DAY = 86_400.0
 START_S = 30  # for what is not waiting: imports, and the report
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("doctor", __doc__)
     parser.add_argument("--ranks-per-node", type=whole(), help="as topology.ranks_per_node; default: ranks of one host")
-    parser.add_argument("--seconds", type=number(least=0), default=2.0, help="of measuring links; 0: leave it out")
-    parser.add_argument(
-        "--timeout", type=number(above=0), default=120.0, help="seconds until a rank that is silent is named"
-    )
+    links, silent = "of measuring links; 0: leave it out", "seconds until a rank that is silent is named"
+    parser.add_argument("--seconds", type=number(least=0, most=DAY), default=2.0, help=links)
+    parser.add_argument("--timeout", type=number(above=0, most=DAY), default=120.0, help=silent)
     parser.add_json(read=str)  # rank 0 looks at it: hosts of other ranks need not have the folder
     plan.add_job(parser)
     arguments = parser.parse_args(argv)
@@ -257,7 +256,6 @@ def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
 
 
 def report(found: Diagnosis) -> list[str]:
-    """The lines that rank 0 prints."""
     lines, first = [], found.facts.get(0)
     on_gpus = any(one["rates"] for one in found.facts.values())
     if first is not None:

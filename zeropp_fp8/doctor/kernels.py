@@ -27,7 +27,6 @@ CPU = torch.device("cpu")
 
 
 def kernel_differences(device: torch.device) -> list[str]:
-    """The faults of a device's kernels, a sentence each."""
     return [*_of_formats(device), *_of_differences(device), *_of_casts(device), *_of_gemms(device)]
 
 
@@ -50,7 +49,6 @@ def _differing(name: str, actual: Tensor, expected: Tensor) -> Iterator[str]:
 
 
 def _of_formats(device: torch.device) -> Iterator[str]:
-    """Encoding and decoding."""
     tensors = [_values(numel, seed) for seed, numel in enumerate(NUMELS)]
     slices = [-(-numel // RANKS) for numel in NUMELS]
     for name, (kind, options) in FORMATS.items():

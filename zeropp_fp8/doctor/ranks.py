@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from zeropp_fp8.outputs import MOST, whole
 
 POLL_S = 0.02
 GRACE_S = 5.0  # for other ranks, when one has said that it failed
@@ -33,7 +37,6 @@ class Ranks:
         self.store, self.rank, self.world_size, self.limit_s = store, rank, world_size, limit_s
 
     def tell(self, what: str, said: Any, failed: bool = False) -> None:
-        """Say something about `what`, once."""
         self.store.set(f"{what}/{self.rank}", json.dumps(said))
         self.store.add(f"{what}/failed", int(failed))
         self.store.add(f"{what}/count", 1)
@@ -53,11 +56,7 @@ class Ranks:
         self.store.set(f"{what}/decided", json.dumps(decided))
 
     def decided(self, what: str, limit_s: float) -> Any:
-        """The decision of rank 0.
-
-        Raises:
-            Unanswered: nothing in time.
-        """
+        """The decision of rank 0."""
         key = f"{what}/decided"
         try:
             self.store.wait([key], timedelta(seconds=limit_s))
@@ -73,17 +72,14 @@ class Ranks:
         return Ranks(self.store.clone(), self.rank, self.world_size, self.limit_s)
 
 
-def place_in_job(env: dict[str, str] | os._Environ = os.environ) -> tuple[int, int, int]:
-    """(rank, ranks, local rank) as launchers say them; one rank where none does.
-
-    Raises:
-        ValueError: a launcher that sets none of torch's variables has started several.
-    """
+def place_in_job(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, ranks, local rank) as launchers say them; one rank where none does."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank = int(env["RANK"])
-        return rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank))
+        world_size = _number(env, "WORLD_SIZE", least=1)
+        rank = _number(env, "RANK", most=world_size - 1)
+        return rank, world_size, _number(env, "LOCAL_RANK", rank)
     for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"):
-        if int(env.get(variable, "1")) > 1:
+        if _number(env, variable, 1) > 1:
             raise ValueError(
                 f"{variable}={env[variable]} says that there are several ranks, and RANK and WORLD_SIZE are not set: "
                 "start with torchrun, deepspeed or accelerate launch, or set both (and MASTER_ADDR and MASTER_PORT)"
@@ -91,15 +87,18 @@ def place_in_job(env: dict[str, str] | os._Environ = os.environ) -> tuple[int, i
     return 0, 1, 0
 
 
-def joined(rank: int, world_size: int, limit_s: float, env: dict[str, str] | os._Environ = os.environ) -> Ranks:
-    """The ranks of the launcher's rendezvous, without waiting for them.
+def _number(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MOST) -> int:
+    try:
+        return whole(least, most)(env.get(name, str(default)))
+    except ArgumentTypeError as error:
+        raise ValueError(f"{name}={error}") from None
 
-    Raises:
-        Unanswered: the rendezvous cannot be reached in time.
-    """
+
+def joined(rank: int, world_size: int, limit_s: float, env: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks of the launcher's rendezvous, without waiting for them."""
     if world_size == 1:
         return Ranks(dist.HashStore(), rank, world_size, limit_s)
-    address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "29500"))
+    address, port = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500, most=65535)
     serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent serves already
     try:
         store = dist.TCPStore(address, port, None, serves, timedelta(seconds=limit_s), wait_for_workers=False)

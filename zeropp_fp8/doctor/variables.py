@@ -24,7 +24,6 @@ OF_A_HOST = ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES")  # may differ from rank to r
 
 
 def variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that are set."""
     return {name: value for name, value in sorted(env.items()) if name.startswith(PREFIXES) or name in OTHERS}
 
 

@@ -87,7 +87,6 @@ def looks_at_ds_configs() -> bool:
 
 
 def switched_on() -> str:
-    """How a run here gets the plugin, in words."""
     by_hand = "-m zeropp_fp8.run or zeropp_fp8.enable()"
     if not looks_at_ds_configs():
         return f"by {by_hand} alone: ds_configs are not looked at (ZEROPP_FP8_AUTOLOAD=0, or not installed by pip)"

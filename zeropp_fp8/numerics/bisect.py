@@ -52,11 +52,7 @@ def changed_section(piece: str, layers: Sequence[str], gemm: str | None = None) 
 
 
 class Bisection:
-    """The runs of a bisection; `what` their distances are of: "loss" or "grad_norm".
-
-    Raises:
-        SystemExit: a run fails, or cannot be compared.
-    """
+    """The runs of a bisection; `what` their distances are of: "loss" or "grad_norm"."""
 
     def __init__(self, experiment: Experiment, what: str) -> None:
         self.experiment, self.what = experiment, what

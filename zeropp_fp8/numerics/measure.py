@@ -43,10 +43,9 @@ def measure(exact: Tensor, decoded: Tensor) -> tuple[Tensor, Tensor]:
 def meaning(sums: Sequence[float], amax: float) -> dict[str, float | None]:
     """{"snr_db", "amax", "underflow", "overflow", "non_finite"} of what `measure` gave, added up; shares of elements.
 
-    snr_db = 10 log10(signal / noise); None where nothing was lost, or nothing was there to lose.
+    snr_db = 10 log10(signal / noise), and no less than -300; None where nothing was lost of what is finite.
     """
     found = dict(zip(SUMS, sums))
-    lost = found["noise"] > 0 and found["signal"] > 0
     shares = {name: found[name] / max(1.0, found["count"]) for name in ("underflow", "overflow", "non_finite")}
-    snr_db = 10 * math.log10(found["signal"] / found["noise"]) if lost else None
+    snr_db = 10 * math.log10(max(found["signal"] / found["noise"], 1e-30)) if found["noise"] > 0 else None
     return {"snr_db": snr_db, "amax": amax, **shares}

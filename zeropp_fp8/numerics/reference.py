@@ -134,7 +134,6 @@ def check_the_same(run: Run, reference: Run, name: str) -> None:
 
 
 def step_table(run: Run, reference: Run) -> str:
-    """Step by step."""
     rows = [("step", "loss", "lossless", "difference", "grad norm", "lossless")]
     for a, b in zip(run.steps, reference.steps):
         losses = (f"{a['loss']:.6f}", f"{b['loss']:.6f}", f"{a['loss'] - b['loss']:.2e}")
@@ -172,7 +171,6 @@ def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
 
 
 def parser_of(command: str, text: str, steps: int) -> Parser:
-    """The options of all commands that run a launch line."""
     parser = Parser(command, text)
     parser.add_json()
     parser.add_argument("--steps", type=whole(), default=steps, help=f"of each run ({steps})")
@@ -182,7 +180,6 @@ def parser_of(command: str, text: str, steps: int) -> Parser:
 
 
 def experiment_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Experiment:
-    """The experiment that was asked for."""
     line = arguments.line[arguments.line[:1] == ["--"] :]
     if not line:
         parser.error("give a launch line after --")

@@ -298,7 +298,9 @@ def summary(rows: Sequence[dict]) -> dict[str, float]:
 
 
 def progress(step: int, rows: Sequence[dict], cost: dict | None) -> str:
-    """A sample as a line."""
     worst = [f"{kind} {row['snr_db']:.1f} dB in {row['layer']}" for kind, row in lowest(rows).items()]
+    broken = max(rows, key=lambda row: row["non_finite"], default={"non_finite": 0})
+    if share := 100 * broken["non_finite"]:
+        worst.append(f"{broken['kind']} {share:.3g} % not finite in {broken['layer']}")
     took = f"; {cost['seconds']:.2g} s, {100 * cost['share']:.2g} % of the time since the last sample" if cost else ""
     return f"zeropp_fp8: numerics of step {step}: lowest " + (", ".join(worst) or "none: nothing was rounded") + took

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zeropp_fp8.numerics.picture import height_of, layer_map
 from zeropp_fp8.outputs import Parser, drawn, json_at, said, table, whole
@@ -26,31 +28,46 @@ DRAWN = {
 
 
 def read(path: str, engine: int = 0) -> list[dict]:
-    """The samples of one engine, in the order in which they were taken.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: there is no sample, or a line is none.
+    """The samples of one engine, in the order in which they were taken, without lines that are blank or cut: a run that
+    is killed may leave one.
     """
-    samples = []
+    samples, cut = [], []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
             sample = json.loads(line)
         except ValueError:  # neither JSON nor text
-            sample = None
-        if not isinstance(sample, dict) or not {"engine", "step", "cost", "rows"} <= sample.keys():
+            cut += [number] if line.strip() else []
+            continue
+        if not _is_sample(sample):
             raise ValueError(f"{path}, line {number}, is no sample of numerics")
-        if sample["engine"] == engine:
-            samples.append(sample)
-    if not samples:
-        raise ValueError(f'{path} has no sample of engine {engine}; set "numerics": {{"every": 100}} in the section')
-    return samples
+        samples.append(sample)
+    if cut and not samples:
+        raise ValueError(f"{path}, line {cut[0]}, is no sample of numerics")
+    if cut:
+        print(f"numerics: {path}: left out, because they are cut: line {', '.join(map(str, cut))}", file=sys.stderr)
+    own, engines = [one for one in samples if one["engine"] == engine], {one["engine"] for one in samples}
+    if not own:
+        others = f"; --engine may be {' or '.join(map(str, sorted(engines)))}" if engines else ""
+        every = 'set "numerics": {"every": 100} in the section'
+        raise ValueError(f"{path} has no sample of engine {engine}; {every}{others}")
+    return own
+
+
+def _is_sample(value: Any) -> bool:
+    """Whether it has all that is shown."""
+    try:
+        known = {"engine", "step"} <= value.keys() and (value["cost"] is None or "share" in value["cost"])
+        return known and all({"kind", "layer", *DRAWN} <= row.keys() for row in value["rows"])
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def latest(samples: Sequence[dict]) -> list[dict]:
-    """The newest row of each kind and layer, with its step; those with the least signal-to-noise come first."""
+    """The newest row of each kind and layer, with its step; of a kind those that are not finite come first, then those
+    with the least signal-to-noise."""
     rows = {(row["kind"], row["layer"]): {**row, "step": one["step"]} for one in samples for row in one["rows"]}
-    return sorted(rows.values(), key=lambda row: (row["kind"], math.inf if row["snr_db"] is None else row["snr_db"]))
+    snr_db = {key: math.inf if row["snr_db"] is None else row["snr_db"] for key, row in rows.items()}
+    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], -rows[key]["non_finite"], snr_db[key]))]
 
 
 def worst_layers(samples: Sequence[dict], worst: int) -> str:
@@ -60,8 +77,9 @@ def worst_layers(samples: Sequence[dict], worst: int) -> str:
     for row in latest(samples):
         shown[row["kind"]] += 1
         if shown[row["kind"]] <= worst:
-            snr_db = "exact" if row["snr_db"] is None else f"{row['snr_db']:.1f}"
-            shares = (f"{100 * row[name]:.2g}%" for name in ("underflow", "overflow", "non_finite"))
+            unknown = "-" if row["non_finite"] else "exact"
+            snr_db = unknown if row["snr_db"] is None else f"{row['snr_db']:.1f}"
+            shares = (f"{100 * row[name]:.3g}%" for name in ("underflow", "overflow", "non_finite"))
             rows.append((row["kind"], snr_db, f"{row['amax']:.3g}", *shares, str(row["step"]), row["layer"]))
     lines = table(rows, words=("kind", "layer"))
     lines += [f"{kind}: {count - worst} more" for kind, count in shown.items() if count > worst]

@@ -52,7 +52,6 @@ class Watch(StagePart):
             print(f"zeropp_fp8: where a loss jumps, {what_falls_back(self.session)}", flush=True)
 
     def extra_state(self) -> dict:
-        """The losses that the next one is compared with."""
         return {"observers": {"Watch": {"earlier": [*self.earlier]}}}
 
     def load_extra_state(self, state: dict) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 
 from zeropp_fp8.outputs import Parser, file_to_write, number, picture_to_draw, run_command, table, whole
 from zeropp_fp8.plan.hardware import PRESETS, Hardware
-from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
-from zeropp_fp8.plan.memory import memory_for_copies
+from zeropp_fp8.plan.job import GIGA, Cluster, Job, Lora, Model, PlanError
+from zeropp_fp8.plan.memory import with_copies
 from zeropp_fp8.plan.methods import LORA_METHODS, LORA_TABLE_METHODS, METHODS, TABLE_METHODS, Method, method_named
 from zeropp_fp8.plan.recommend import Estimator, ds_config_of, recommend
 from zeropp_fp8.plan.step_time import estimate
 
-MEGA, GIGA, GIB = 1e6, 1e9, 2**30
+MEGA, GIB = 1e6, 2**30
 PARAMETERS, VOCABULARY, KEPT = 7e9, 32000, 2e8
 NODES, RANKS_PER_NODE = 8, 8
 # Option -> the field of Hardware that it overrides, and what it is.
@@ -67,7 +67,6 @@ def read(parser: Parser, argv: Sequence[str] | None, methods: Sequence[str], of_
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     return read(parser_of("plan", __doc__), argv, TABLE_METHODS, LORA_TABLE_METHODS)
 
 
@@ -95,13 +94,16 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Options of a GPU."""
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200", help="default %(default)s")
-    machine.add_argument("--gpu-gb", type=number(above=0), help="memory of a GPU; what does not fit is not recommended")
+
+    def size(text: str) -> float | str:
+        return text if text == "auto" else GIGA * number(least=0)(text)
+
+    memory = "memory of a GPU; what does not fit is not recommended"
+    machine.add_argument("--gpu-gb", dest="gpu_bytes", type=lambda text: GIGA * number(above=0)(text), help=memory)
     copies = 'GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
-    size = number(least=0)
-    machine.add_argument("--secondary-gb", type=lambda text: text if text == "auto" else size(text), help=copies)
+    machine.add_argument("--secondary-gb", dest="copies", type=size, help=copies)
     for option, (field, text) in OVERRIDES.items():
         limits = number(least=0, most=1) if field == "overlap" else number(above=0)
         machine.add_argument(option, dest=field, type=limits, help=text)
@@ -109,7 +111,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Options of `add_job` that need each other, or leave no room for each other."""
-    if getattr(arguments, "secondary_gb", None) == "auto" and arguments.gpu_gb is None:
+    if getattr(arguments, "copies", None) == "auto" and arguments.gpu_bytes is None:
         parser.error("--secondary-gb auto needs --gpu-gb: what is left of a GPU is for copies")
     if arguments.lora_layers is not None and arguments.lora_rank is None:
         parser.error("--lora-layers needs --lora-rank: it says which layers have adapters")
@@ -120,13 +122,11 @@ def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
-    """The preset with what the command line changes."""
     given = {field: getattr(arguments, field) for field, _ in OVERRIDES.values()}
     return replace(preset, **{field: value for field, value in given.items() if value is not None})
 
 
 def job_of(arguments: argparse.Namespace, cluster: Cluster) -> Job:
-    """The job of the options of `add_job`."""
     if arguments.model is not None:
         from zeropp_fp8.plan.hugging_face import model_of
 
@@ -146,15 +146,6 @@ def job_of(arguments: argparse.Namespace, cluster: Cluster) -> Job:
         learning_rate=1e-5 if arguments.lr is None else arguments.lr,
         steps=arguments.steps,
     )
-
-
-def with_copies(job: Job, method: Method, arguments: argparse.Namespace) -> Job:
-    """The job with what copies of the codes may take on a GPU."""
-    limit = arguments.secondary_gb
-    if limit is None:
-        return job
-    limit = memory_for_copies(method, job, arguments.gpu_gb * GIGA) if limit == "auto" else limit * GIGA
-    return replace(job, copies=limit)
 
 
 # Of a column: its name, its unit, and a cell of an estimate and the first one, over which the speed-up is.
@@ -188,7 +179,6 @@ def steps_table(
 
 
 def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:
-    """Seconds of a step where a node sends `gbit` Gbit/s."""
     cluster = replace(job.cluster, inter_gbit=gbit)
     return estimator(method, replace(job, cluster=cluster), hardware).step_s
 
@@ -203,22 +193,22 @@ def run(
     hardware = hardware_of(arguments, PRESETS[arguments.gpu])
     job = job_of(arguments, Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit))
     asked = [method_named(name.strip()) for name in arguments.methods.split(",")]
-    jobs = {method: with_copies(job, method, arguments) for method in asked}
-    advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA, estimator)
-    known = {one.method: one for one in advice.estimates if arguments.secondary_gb is None}
-    estimates = [known.get(method.name) or estimator(method, its_job, hardware) for method, its_job in jobs.items()]
+    jobs = {method: with_copies(method, job, arguments.gpu_bytes, arguments.copies) for method in asked}
+    advice = recommend(job, hardware, arguments.gpu_bytes, estimator, arguments.copies)
+    estimates = [estimator(method, its_job, hardware) for method, its_job in jobs.items()]
     lines = [advice.text]
     if arguments.write and not advice.fits:
         raise PlanError(f"{advice.text}; {arguments.write} is not written")
-    if arguments.write:
-        Path(arguments.write).write_text(json.dumps(ds_config_of(advice.recipe, job), indent=2) + "\n")
-        lines.append(f"written to {arguments.write}")
     if arguments.picture:
         from zeropp_fp8.plan.picture import draw
 
         seconds = {m.name: partial(seconds_at, estimator, m, its_job, hardware) for m, its_job in jobs.items()}
         draw(arguments.picture, seconds, job, advice.estimates[0].unit)
         lines.append(f"drawn in {arguments.picture}")
+    if arguments.write:
+        written = ds_config_of(advice.recipe, job, arguments.copies)
+        Path(arguments.write).write_text(json.dumps(written, indent=2) + "\n")
+        lines.append(f"written to {arguments.write}")
     found |= {"job": job, "hardware": hardware, "recommended": advice.recipe, "fits": advice.fits}
     found["methods"] = [*estimates]
     listed = {one.method for one in estimates}

@@ -13,9 +13,6 @@ def model_of(source: str | os.PathLike) -> Model:
 
     Args:
         source: a config.json, the folder of one, or a model's name on the Hugging Face hub (or in its local cache).
-
-    Raises:
-        PlanError: there is none, transformers cannot build it, or it is no transformer of equal blocks.
     """
     import torch
     import transformers

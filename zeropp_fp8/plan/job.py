@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 BYTES_16BIT = 2
-GBIT = 1e9 / 8  # bytes/s
+GIGA = 1e9
+GBIT = GIGA / 8  # bytes/s
 
 
 class PlanError(ValueError):
@@ -62,9 +63,6 @@ class Model:
     ) -> Model:
         """A usual shape for a size: 12 layers hidden^2 parameters in the blocks (Kaplan et al., arXiv 2001.08361,
         table 1), hidden = 128 layers where neither is given, hidden a multiple of 128.
-
-        Raises:
-            PlanError: no shape with this vocabulary has so few parameters.
         """
         require_positive(parameters=parameters)
         require_whole(**{name: size for name, size in (("hidden", hidden), ("layers", layers)) if size is not None})
@@ -82,7 +80,6 @@ class Model:
 
     @property
     def block_parameters(self) -> float:
-        """Parameters of one transformer block."""
         return (self.parameters - self.embedding_parameters) / self.layers
 
     @property
@@ -97,7 +94,6 @@ class Model:
 
     @property
     def tensors(self) -> int:
-        """Tensors that are gathered."""
         return self.layers * self.tensors_per_layer + self.embeddings
 
     def matrix_flop(self, tokens: float) -> float:
@@ -140,7 +136,6 @@ class Lora:
             require_whole(layers=self.layers)
 
     def in_block(self, model: Model) -> int:
-        """Adapted layers of a block."""
         return self.layers or model.tensors_per_layer
 
     def sides(self, model: Model) -> tuple[float, float]:
@@ -149,7 +144,6 @@ class Lora:
         return model.hidden, model.block_parameters / model.tensors_per_layer / model.hidden
 
     def parameters(self, model: Model) -> float:
-        """The parameters of all adapters."""
         return model.layers * self.in_block(model) * self.rank * sum(self.sides(model))
 
 
@@ -242,7 +236,6 @@ class Job:
 
     @property
     def trained_parameters(self) -> float:
-        """The parameters with gradients and optimizer states."""
         if self.frozen:
             return 0.0
         return self.model.parameters if self.lora is None else self.lora.parameters(self.model)

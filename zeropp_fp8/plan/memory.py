@@ -49,7 +49,6 @@ class MemoryEstimate:
 
     @property
     def held(self) -> float:
-        """The bytes that stay through the whole step."""
         return self.weights + self.states + self.gradients + self.residuals + self.secondary
 
     @property
@@ -74,6 +73,14 @@ def memory_for_copies(method: Method, job: Job, gpu_bytes: float) -> float:
     """Bytes that `secondary.memory_gb` "auto" gives to copies on a GPU that has so many."""
     without = memory_per_gpu(method, replace(job, copies=0))
     return max(0.0, (1 - MARGIN) * gpu_bytes - without.held)
+
+
+def with_copies(method: Method, job: Job, gpu_bytes: float | None = None, limit: float | str | None = None) -> Job:
+    """The job with what copies of codes may take: `limit`, else the method's own; without `gpu_bytes` "auto" is all."""
+    limit = method.copies if limit is None else limit
+    if limit == "auto":
+        limit = gpu_bytes and memory_for_copies(method, job, gpu_bytes)
+    return job if limit is None else replace(job, copies=limit)
 
 
 @functools.lru_cache

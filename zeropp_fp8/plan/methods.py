@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig, difference_bits, with_differences
 from zeropp_fp8.config.sections import bits_of
-from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
-from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
+from zeropp_fp8.plan.job import BYTES_16BIT, GIGA, Cluster, Job, PlanError
+from zeropp_fp8.plan.traffic import Traffic, exchange, flat_ring, hybrid_reduction, two_levels, within_node
 
 # DeepSpeed's own: fp32 scales, groups of up to 8,000 weights and of 2,048 gradients.
 IN_TREE_INT8 = 1 + 4 / 8000
 IN_TREE_INT4 = 0.5 + 4 / 2048
 
-Route = Literal["ring", "two-level", "node", "rank"]
+Route = Literal["ring", "exchange", "two-level", "node", "rank"]
 
 
 class Weights(NamedTuple):
@@ -47,12 +47,14 @@ class Method:
         gather, weight_bytes: route of the forward gather, bytes per parameter that it sends.
         backward_gather, backward_bytes: the same for the backward pass. "rank": nothing is sent, every rank has a copy.
         secondary_bytes: bytes per parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
+        copies: bytes that this copy may take on a GPU, or "auto" (`secondary.memory_gb`); None: no bound.
         difference_of: format of the weights whose exact differences are sent between nodes and added to that copy
             (Job.learning_rate); None: whole weights are sent.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes per parameter of the blocks' frozen weights, stored and sent as codes; None: 16 bits.
-        reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
+        reduce: route of the gradients; "exchange": one all-to-all over all ranks, each of which counts as a node;
+            "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes per gradient on the two levels.
         sums_in_node: gradients of several micro-batches add up in the node and are sent between nodes once per step
             (HSDP: each replica keeps its own until the last one).
@@ -79,6 +81,7 @@ class Method:
     backward_gather: Route = "ring"
     backward_bytes: float = BYTES_16BIT
     secondary_bytes: float = 0.0
+    copies: float | str | None = None
     difference_of: str | None = None
     later_from_secondary: bool = False
     stored_bytes: float | None = None
@@ -120,6 +123,11 @@ class Method:
         own = self.quantizes_gradients and self.stored_gradient_bytes is None and not self.host_by_tensor
         return "zeropp" if own else "zero3"
 
+    @property
+    def is_modelled_with_lora(self) -> bool:
+        in_tree = self.host_by_tensor and (self.quantizes_weights or self.quantizes_gradients or self.secondary_bytes)
+        return self.deepspeed and not (in_tree or self.cast_bytes or self.compiled)
+
     def kept_parameters(self, job: Job) -> float:
         """Parameters that stay gathered from forward to backward, so that the backward pass does not gather them."""
         kept = job.kept_parameters if self.deepspeed else job.model.embedding_parameters
@@ -139,10 +147,10 @@ class Method:
         """Raise PlanError where this method does not train what the job trains, or is not modelled for it."""
         if job.lora is None and self.stored_bytes is not None:
             raise PlanError(f"{self.name}: its codes are of frozen weights; a full training has none: give --lora-rank")
-        if job.lora is not None and self.name.removesuffix(_WHOLE) not in LORA_METHODS:
+        if job.lora is not None and not self.is_modelled_with_lora:
             raise PlanError(
-                f"{self.name}: its LoRA is not modelled; that of {', '.join(LORA_METHODS)} is: take one of these, or "
-                f"leave out --lora-rank"
+                f"{self.name}: its LoRA is not modelled; that of {', '.join(LORA_METHODS)} is, not compiled: take "
+                "one of these, or leave out --lora-rank"
             )
 
     def copy_ranks(self, cluster: Cluster) -> int | None:
@@ -167,7 +175,7 @@ class Method:
 
     def sum_ranks(self, cluster: Cluster) -> int | None:
         """Ranks that share the sums of several micro-batches' gradients; None where each is reduced to the end."""
-        ranks = 1 if self.reduce == "ring" else cluster.ranks_per_node
+        ranks = 1 if self.reduce == "exchange" else cluster.ranks_per_node
         return ranks if self.sums_in_node and ranks < cluster.world_size else None
 
     def state_ranks(self, job: Job) -> int:
@@ -175,11 +183,9 @@ class Method:
         return job.cluster.ranks_per_node if self.states_sharded_over == "node" else job.cluster.world_size
 
     def difference_bytes(self, job: Job) -> float:
-        """Bytes of an exact difference, per parameter."""
         return difference_bits(job.learning_rate, self.difference_of, job.steps) / 8
 
     def gathers(self, job: Job) -> int:
-        """Gathers of one pass."""
         return job.model.tensors if self.gathered_by == "tensor" else job.model.units
 
     def forward_traffic(self, job: Job, first: bool = True) -> Traffic:
@@ -217,10 +223,10 @@ class Method:
         """Gradients of one backward pass, the `last` of a step or an earlier one."""
         inter, intra = (b * job.trained_parameters for b in (self.gradient_inter, self.gradient_intra))
         if self.sums_in_node and not last:
-            return Traffic() if self.reduce == "ring" else within_node(intra, job.cluster)
+            return Traffic() if self.reduce == "exchange" else within_node(intra, job.cluster)
         if self.reduce == "two-level":
             return two_levels(inter, intra, job.cluster, self.hops_overlap)
-        return (hybrid_reduction if self.reduce == "node" else flat_ring)(inter, job.cluster)
+        return {"node": hybrid_reduction, "exchange": exchange, "ring": flat_ring}[self.reduce](inter, job.cluster)
 
 
 def _gather(route: Route, num_bytes: float, cluster: Cluster, hops_overlap: bool) -> Traffic:
@@ -268,7 +274,9 @@ def method_of(config: PluginConfig) -> Method:
     sent = 1.0 if fp8 and weights.format == "fp8_e4m3" else element_bytes(weights.format, weights.block_size)
     changes: dict[str, Any] = {"weight_bytes": sent, "backward_bytes": sent}
     if scope != "none":
+        memory = config.secondary.memory_gb
         changes |= {"secondary_bytes": sent, "later_from_secondary": True}
+        changes["copies"] = memory * GIGA if isinstance(memory, float) else {"all": None, "auto": "auto"}[memory]
         changes["backward_gather"] = "rank" if scope == "rank" else "node"
     if ring:
         changes |= {"gather": "ring", "backward_gather": changes.get("backward_gather", "ring")}
@@ -278,7 +286,7 @@ def method_of(config: PluginConfig) -> Method:
             1.0 if gradients.scales == "tensor" else element_bytes(name, gradients.block_size)
             for name in (gradients.intra_format, gradients.inter_format)
         )
-        changes |= {"reduce": "ring" if ring else "two-level", "gradient_intra": inter if ring else intra}
+        changes |= {"reduce": "exchange" if ring else "two-level", "gradient_intra": inter if ring else intra}
         changes |= {"gradient_inter": inter, "reduces_by_tensor": False}
         changes["sums_in_node"] = gradients.accumulate_in != "world"
     if gradients.error_feedback:
@@ -294,11 +302,10 @@ def method_of(config: PluginConfig) -> Method:
         changes["compiled"] = True
     if frozen.format != "none":
         changes["stored_bytes"] = element_bytes(frozen.format, frozen.block_size, frozen.double_quantize)
-    return replace(_LOSSLESS, name=config.recipe or "lossless", **changes)
+    return replace(_LOSSLESS, name=config.recipe or "this ds_config", **changes)
 
 
 def _own(name: str, recipe: str, **parts: dict[str, Any]) -> Method:
-    """A recipe with fields set by hand."""
     base = RECIPES[recipe]
     by_hand = {key: {**base.get(key, {}), **part} for key, part in parts.items()}
     config = with_differences(PluginConfig(**{**base, **by_hand}), {"bf16": {"enabled": True}})
@@ -366,21 +373,17 @@ METHODS |= {
 # (benchmarks/results/one_node/h200-2-nvlink-4x2048.json).
 _TORCHAO = {"compiled": True, "cast_bytes": _FP8_CASTS, "fp8_products": True}
 METHODS["fsdp2-torchao-compiled"] = Method("fsdp2-torchao-compiled", **_FSDP2, **_TORCHAO)
-# Of recipes all that train what the job trains; LoRA with FP8 or MX compute is not modelled.
+# Of recipes all that train what the job trains.
 TABLE_METHODS = ("stock", "stock-leaf", *(name for name in RECIPES if METHODS[name].stored_bytes is None))
 TABLE_METHODS += ("in-tree", "fsdp2", "hsdp")
-LORA_METHODS = tuple(name for name in TABLE_METHODS[:-3] if not METHODS[name].cast_bytes)
+LORA_METHODS = tuple(name for name in TABLE_METHODS if METHODS[name].is_modelled_with_lora)
 LORA_METHODS += tuple(method.name for method in _STORES)
 LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-exact")
 LORA_TABLE_METHODS += ("int8", "int4", "nf4", "qlora", "qlora-rank")
 
 
 def method_named(name: str) -> Method:
-    """A method by name, "_" for "-" and any case allowed.
-
-    Raises:
-        PlanError: there is none of this name.
-    """
+    """A method by name, "_" for "-" and any case allowed."""
     key = name.lower().replace("_", "-")
     if key not in METHODS:
         close = difflib.get_close_matches(key, METHODS, n=1)

@@ -16,10 +16,6 @@ def draw(file: str, seconds_of: Mapping[str, Callable[[float], float]], job: Job
     Args:
         seconds_of: method -> seconds at so many Gbit/s.
         of: what takes the time, in words.
-
-    Raises:
-        PlanError: one node, which has no such link.
-        OSError: the file cannot be written.
     """
     if (cluster := job.cluster).nodes == 1:
         raise PlanError("--picture draws step time against the rate between nodes, and there is one node; give --nodes")

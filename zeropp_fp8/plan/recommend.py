@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeropp_fp8.config import RECIPES
 from zeropp_fp8.plan.hardware import Hardware
-from zeropp_fp8.plan.job import Job, PlanError
-from zeropp_fp8.plan.memory import memory_for_copies
+from zeropp_fp8.plan.job import GIGA, Job, PlanError
+from zeropp_fp8.plan.memory import with_copies
 from zeropp_fp8.plan.methods import METHODS, Method
 from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, Estimate, estimate
 
@@ -55,23 +55,6 @@ class Advice:
     fits: bool = True
 
 
-def estimates_of_recipes(
-    job: Job, hardware: Hardware, gpu_bytes: float | None = None, estimator: Estimator = estimate
-) -> list[Estimate]:
-    """Estimates of stock and of each recipe that can train the job and has something to do in it, the most exact first.
-
-    Copies of the codes of `zeropp-pcie` take what `gpu_bytes` leave.
-    """
-    names = {*(LORA if job.lora else FULL), *([PCIE] if estimator is estimate else [])}
-    found = []
-    for method in (METHODS[name] for name in (*EXACT, *LOSS) if name in names):
-        bounded = gpu_bytes is not None and method.name == PCIE
-        copies = memory_for_copies(method, job, gpu_bytes) if bounded else job.copies
-        if _has_something_to_do(method, job, hardware):
-            found.append(estimator(method, replace(job, copies=copies), hardware))
-    return found
-
-
 def _has_something_to_do(method: Method, job: Job, hardware: Hardware) -> bool:
     """Whether a method is another than `lossless` there: FP8 where it is multiplied no faster, codes where nothing is
     sent, and differences where there are no nodes to exchange them do nothing."""
@@ -95,12 +78,22 @@ def _worth_it(found: Iterable[Estimate], before: float = math.inf) -> list[Estim
     return worth
 
 
-def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, estimator: Estimator = estimate) -> Advice:
-    """The fastest recipe that fits into `gpu_bytes`, learns as stock does and is worth its rounding, see above.
+def recommend(
+    job: Job,
+    hardware: Hardware,
+    gpu_bytes: float | None = None,
+    estimator: Estimator = estimate,
+    copies: float | str | None = None,
+) -> Advice:
+    """The fastest recipe that fits into `gpu_bytes`, learns as stock does and is worth its rounding, see above; out of
+    those that can train the job and do something in it. Where nothing fits, that with the smallest peak of memory.
 
-    Where nothing fits it is the one with the smallest peak of memory.
+    `copies`: as `limit` of `with_copies`.
     """
-    found = estimates_of_recipes(job, hardware, gpu_bytes, estimator)
+    names = {*(LORA if job.lora else FULL), *([PCIE] if estimator is estimate else [])}
+    methods = (METHODS[name] for name in (*EXACT, *LOSS) if name in names)
+    able = [method for method in methods if _has_something_to_do(method, job, hardware)]
+    found = [estimator(method, with_copies(method, job, gpu_bytes, copies), hardware) for method in able]
     fits = [one for one in found if gpu_bytes is None or one.peak_bytes <= gpu_bytes]
     if not fits:
         chosen = min(found, key=lambda one: one.peak_bytes)
@@ -134,15 +127,15 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     return Advice(chosen.method, text, found, offered)
 
 
-def ds_config_of(recipe: str, job: Job) -> dict[str, Any]:
-    """A ds_config of stage 3 with the recipe, for a job whose sequences and accumulation are known.
-
-    Raises:
-        PlanError: there is no such recipe (a method of the plan alone).
+def ds_config_of(recipe: str, job: Job, copies: float | str | None = None) -> dict[str, Any]:
+    """A ds_config of stage 3 with the recipe, for a job whose sequences and accumulation are known; `copies`, where the
+    recipe has some: their bytes, or "auto".
     """
     if recipe not in ("stock", *RECIPES):
         raise PlanError(f"{recipe} is no recipe; recipes are {', '.join(RECIPES)}")
-    section = {} if recipe == "stock" else {"zeropp_fp8": {"recipe": recipe}}
+    section: dict[str, Any] = {} if recipe == "stock" else {"zeropp_fp8": {"recipe": recipe}}
+    if copies is not None and "secondary" in RECIPES.get(recipe, {}):
+        section["zeropp_fp8"]["secondary"] = {"memory_gb": copies if copies == "auto" else copies / GIGA}
     return {
         "train_micro_batch_size_per_gpu": job.tokens // job.sequence_length,
         "gradient_accumulation_steps": job.micro_batches,

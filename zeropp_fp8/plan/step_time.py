@@ -191,7 +191,6 @@ def computing_seconds(method: Method, flop: float, block_flop: float, hardware: 
 
 
 def quantizing_seconds(num_bytes: float, hardware: Hardware) -> float:
-    """Seconds of codecs and casts."""
     return num_bytes / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
 
 
@@ -238,11 +237,7 @@ def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
 
 
 def estimate(method: Method, job: Job, hardware: Hardware, copied: bool = False) -> StepEstimate:
-    """Time, bytes and memory of one optimizer step; `copied`: an evaluation since the last one has filled the copies.
-
-    Raises:
-        PlanError: fewer parameters than ranks, or a method that cannot train what the job does.
-    """
+    """Time, bytes and memory of one optimizer step; `copied`: an evaluation since the last has filled the copies."""
     method.check(job)
     if job.model.parameters < job.cluster.world_size:
         raise PlanError(

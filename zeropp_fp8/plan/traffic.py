@@ -54,6 +54,13 @@ def flat_ring(num_bytes: float, cluster: Cluster) -> Traffic:
     )
 
 
+def exchange(num_bytes: float, cluster: Cluster) -> Traffic:
+    """One all-to-all over all ranks, whatever nodes they are on: each sends each of the others its slice."""
+    per_node, message = cluster.ranks_per_node, num_bytes / cluster.world_size
+    others = cluster.world_size - per_node
+    return Traffic(per_node * others * message, (per_node - 1) * message, others, per_node - 1, at_once=True)
+
+
 def two_levels(inter_bytes: float, intra_bytes: float, cluster: Cluster, at_once: bool = False) -> Traffic:
     """Ranks with one local index between nodes, and the ranks of a node among themselves.
 

@@ -27,7 +27,6 @@ _PUT_BACK = "_zeropp_fp8_put_back"
 
 
 def counting_start(stock_start: Callable) -> Callable:
-    """Wrap FlopsProfiler.start_profile."""
 
     @functools.wraps(stock_start)
     def start_profile(self, ignore_list=None):
@@ -63,7 +62,6 @@ def counting_start(stock_start: Callable) -> Callable:
 
 
 def ending_stop(stock_stop: Callable) -> Callable:
-    """Wrap FlopsProfiler.stop_profile."""
 
     @functools.wraps(stock_stop)
     def stop_profile(self):

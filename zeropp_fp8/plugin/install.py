@@ -41,12 +41,10 @@ def _replace(owner: Any, name: Any, value: Any) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether the plugin is installed now."""
     return bool(_restore)
 
 
 def enable() -> None:
-    """See zeropp_fp8.enable."""
     if is_enabled():
         return
     # zero.Init replaces torch.Tensor.__new__; importing torch._dynamo under that dies in torch 2.13, so import first.
@@ -87,7 +85,6 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """See zeropp_fp8.disable."""
     _end_watch()
     while _restore:
         _restore.pop()()

@@ -149,6 +149,8 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
         return [("weight differences", "none", 0, one_node)]
     units = [unit for unit in gatherer.units if unit.difference.is_on]
     params = [p for unit in units for p in unit.params]
+    if not params:
+        return [("weight differences", "none", 0, "sent whole: below stage3_param_persistence_threshold, or no copy")]
     held = sum(unit_of(p).route.reached * unit_of(p).bytes_of(p) for p in params) / GIGA
     name = session.config.weights.format
     bits = ", ".join(f"{difference_bits(rate, name):.2g} at {rate:g}" for rate in (1e-6, EXPECTED_RATE, 1e-4))

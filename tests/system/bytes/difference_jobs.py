@@ -151,9 +151,10 @@ def sent(steps=3, accumulation=1, **options):
     return trace.seen, trace.losses, printed()[before:]
 
 
-def table_of():
-    """The start table."""
-    spec_of().engine()
+def table_of(threshold=None):
+    """The start table; `threshold` in elements: of DeepSpeed's persistent parameters."""
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}} if threshold else None
+    spec_of(config=config).engine()
     return printed()
 
 

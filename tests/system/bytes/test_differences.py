@@ -251,6 +251,8 @@ def test_the_start_table(sent):
     )
     table = run_ranks(jobs.table_of, world=2, ranks_per_node=2)[0]
     assert re.search(r"weight differences +none +one rank or one node: no copy", table)
+    table = run_ranks(jobs.table_of, world=2, ranks_per_node=1, threshold=10**9)[0]
+    assert re.search(r"weight differences +none +sent whole: below stage3_param_persistence_threshold", table)
 
 
 def test_the_progress_line(capfd):

@@ -33,7 +33,6 @@ class Lockstep:
             return None
 
     def failures(self) -> list[str]:
-        """The failures, by rank. Collective."""
         own = self.error and f"{type(self.error).__name__}: {self.error}"
         return [
             f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(gather_objects(own)) if error

@@ -24,7 +24,6 @@ _NAME = "save_merged_16bit"
 
 @torch.no_grad()
 def save_merged_16bit(engine_or_model, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
-    """See zeropp_fp8.save_merged_16bit."""
     max_bytes = parse_size(max_shard_size)
     held = module_of(engine_or_model, _NAME)
     model = base_model(held.module if isinstance(held, DeepSpeedEngine) else held, _NAME)

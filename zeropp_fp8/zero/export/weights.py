@@ -151,7 +151,6 @@ def tensors(part: Part, values: dict[int, Tensor]) -> Iterator[Weight]:
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that are saved."""
     for key, buffer in module.named_buffers(recurse=False):
         if key not in module._non_persistent_buffers_set:
             yield key, buffer

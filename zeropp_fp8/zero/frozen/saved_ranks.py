@@ -30,17 +30,25 @@ def read_states(path: str | os.PathLike, trusted: bool = False) -> dict:
         trusted: unpickle whatever the file holds, which may run code. For what DeepSpeed, which does so, reads too.
 
     Raises:
-        ValueError: the file is not trusted, and asks for more than model states are made of.
+        ValueError: the file is not trusted, and asks for more than model states are made of; or it holds none.
     """
+    states, why = None, "there is something else in it"
     with torch.serialization.safe_globals(_ALLOWED):
         try:
-            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trusted)
-        except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            asked = found[1] if found else "what torch.save does not write"
-            raise ValueError(
-                f"{path} asks for {asked}, which may run code; if you trust the file, add --trust"
-            ) from None
+            states = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trusted)
+        except Exception as error:  # of torch, pickle or the system, for a file that is cut or damaged
+            if getattr(error, "filename", None):
+                raise
+            if isinstance(error, pickle.UnpicklingError) and not trusted:
+                found = re.search(r"GLOBAL (\S+)", str(error))
+                asked = found[1] if found else "what torch.save does not write"
+                said = f"{path} asks for {asked}, which may run code; if you trust the file, add --trust"
+                raise ValueError(said) from None
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if not isinstance(states, dict) or "dp_world_size" not in states:
+        remedy = "save the checkpoint again, or take another tag"
+        raise ValueError(f"{path} is cut, damaged or no file of model states ({why}): {remedy}")
+    return states
 
 
 class SavedRanks:
@@ -72,7 +80,6 @@ class SavedRanks:
         return self._read[rank]
 
     def of(self, name: str) -> SavedParameter:
-        """All ranks' parts of a parameter."""
         return SavedParameter(self, name)
 
 
@@ -90,7 +97,6 @@ class SavedParameter(Sequence):
         return fragment.payload if isinstance(fragment, QuantizedFragment) else fragment
 
     def fragment(self, rank: int) -> Fragment:
-        """The fragment of a rank, as it was saved."""
         return self._saved.of_rank(rank)[self._name]
 
 

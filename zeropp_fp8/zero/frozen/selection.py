@@ -224,7 +224,6 @@ def _to_store(model: nn.Module, names: dict[Parameter, str], frozen: FrozenConfi
 
 
 def _find_adapters(model: nn.Module) -> None:
-    """Tell stored weights which PEFT layer is around them."""
     for holder in model.modules():
         for name, outermost in holder.named_children():
             layer, nested = outermost, "base_layer" in holder._modules

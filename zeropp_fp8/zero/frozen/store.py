@@ -106,7 +106,6 @@ def ranks_of(param: Parameter) -> int:
 
 
 def rank_in(param: Parameter) -> int:
-    """This rank's number among them."""
     return dist.get_rank(sharded.group(param))
 
 
@@ -327,7 +326,6 @@ def _name_of(param: Parameter) -> str:
 
 
 def name_stored(named_params: Iterable[tuple[str, Parameter]]) -> None:
-    """Let errors name stored parameters."""
     for name, param in named_params:
         if stored_weight(param) is not None:
             sharded.remember(param, name=name)
