@@ -87,7 +87,7 @@ class ZeroppEngine(DeepSpeedEngine):
         session.ledger.comms_logger = ds_comm.comms_logger
         session.leave_exact(self.module)
         object.__setattr__(self, "zeropp_fp8_session", session)
-        exchange_in_fp8(self.module, session)
+        object.__setattr__(self, "_zeropp_fp8_exchanging", exchange_in_fp8(self.module, session))
         with _zero_classes_of(session):
             stage = super()._configure_zero_optimizer(optimizer)
         getattr(stage, "parameter_offload", stage).all_is_there()
@@ -105,7 +105,7 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def forward(self, *inputs, **kwargs):
         try:
-            with self.zeropp_fp8_session.exchanging():
+            with self._zeropp_fp8_exchanging():
                 return super().forward(*inputs, **kwargs)
         except BaseException:
             self._zeropp_fp8_offload.leave_forward()
@@ -114,7 +114,7 @@ class ZeroppEngine(DeepSpeedEngine):
     def backward(self, loss, *args, **kwargs):
         for part in self.zeropp_fp8_session.parts:
             part.loss_is(loss)
-        with self.zeropp_fp8_session.exchanging():
+        with self._zeropp_fp8_exchanging():
             return super().backward(loss, *args, **kwargs)
 
     def step(self, *args, **kwargs):

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,6 @@ class Session:
         self.state_formats = StateFormats.of(vars(config.optimizer)) if config.stores_states_in_low_precision else None
         self._of_experts: dict[object, Session] = {}  # by the ranks that share experts
         self.on_model = ExitStack()  # undoes what this engine has put on the model
-        self.exchanging: Callable = nullcontext  # entered while the engine runs its model (ulysses.py)
         if conversion is not None:
             self.on_model.callback(conversion.restore)
         self.parts: list[StagePart] = []  # features of training, in the order in which a stage calls them

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -204,8 +204,8 @@ def exchanging_groups(model: nn.Module) -> list:
     return [group for group in dict.fromkeys(found) if torch.distributed.get_world_size(group) > 1]
 
 
-def exchange_in_fp8(model: nn.Module, session) -> None:
-    """Let `model` exchange activations as configured in `session`.
+def exchange_in_fp8(model: nn.Module, session) -> Callable:
+    """Let `model` exchange activations as configured in `session`; returns the context in which an engine runs it.
 
     Raises:
         ConfigError: "fp8" is set without sequence parallelism. ("detect" then means none.)
@@ -214,7 +214,7 @@ def exchange_in_fp8(model: nn.Module, session) -> None:
     found = exchanging_groups(model)
     if not found:
         if wire_format != "fp8":
-            return
+            return nullcontext
         raise ConfigError(
             f'"{SECTION}.activations.wire_format": "{wire_format}" needs DeepSpeed sequence parallelism (Ulysses) over '
             'more than one rank, and this job has none; give deepspeed.initialize the "mpu" of '
@@ -222,13 +222,12 @@ def exchange_in_fp8(model: nn.Module, session) -> None:
             "layers exchange tokens, or remove the key"
         )
     if wire_format == "none" and all(sharded.experts_group(param) is None for param in model.parameters()):
-        session.exchanging = functools.partial(exchanging, None)
-        return
+        return functools.partial(exchanging, None)
     exchange = ActivationExchange(session.place.node, session.ledger)
-    session.exchanging = functools.partial(exchanging, exchange)
     exchange.off = wire_format == "none"  # then it counts what AutoEP sends
     for group in found:
         exchange.route(group)  # torch.compile must not be the first to ask
     hooks = ActivationHooks(model, exchange)
     session.parts.extend([] if exchange.off else [hooks])
     session.on_model.callback(hooks.remove)
+    return functools.partial(exchanging, exchange)

@@ -28,7 +28,7 @@ SHORTER = {
     "encoder": LEARN,
     "vision": LEARN,
     "seq2seq": LEARN,
-    "accelerate": [],
+    "accelerate": ["--cpu"],
     "student": [],
     "sft": ON_CPU,
     "lora": ON_CPU,
