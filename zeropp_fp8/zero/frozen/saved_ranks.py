@@ -37,7 +37,7 @@ def read_states(path: str | os.PathLike, trusted: bool = False) -> dict:
         try:
             states = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trusted)
         except Exception as error:  # of torch, pickle or the system, for a file that is cut or damaged
-            if getattr(error, "filename", None):
+            if getattr(error, "filename", None) or isinstance(error, MemoryError):
                 raise
             if isinstance(error, pickle.UnpicklingError) and not trusted:
                 found = re.search(r"GLOBAL (\S+)", str(error))
