@@ -79,7 +79,7 @@ def test_a_rank_that_dies(when, who):
     found = run_ranks(jobs.dying, dying=(who,), when=when, who=who)
     assert found[who] == 9
     status, text, seconds = found[0]
-    assert status == 1 and seconds < 40
+    assert status == 1 and seconds < HANG
     about = "rank 2 said nothing of themselves" if when == "facts" else r"ranks? 1.* said nothing of links"
     assert re.search(f"  \\d\\. {about} in time: look at what they printed", text), text
     assert [found[rank][0] for rank in range(4) if rank != who] == [1, 1, 1]
@@ -90,7 +90,7 @@ def test_rank_0_dies():
     found = run_ranks(jobs.dying, dying=(0,), when="facts", who=0)
     assert found[0] == 9
     for message, _, seconds in found[1:]:
-        assert "rank 0 has not said what comes next (measuring); it may have ended" in message and seconds < 60
+        assert "rank 0 has not said what comes next (measuring); it may have ended" in message and seconds < HANG
 
 
 def test_under_torchrun(tmp_path):
