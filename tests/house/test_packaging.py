@@ -4,8 +4,10 @@ import configparser
 import datetime
 import importlib
 import re
+import runpy
 
 import pytest
+import setuptools
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -54,6 +56,33 @@ def test_pythons_are_the_same_everywhere():
     assert f"Python 3.{first} to 3.{last}" in (ROOT / "README.md").read_text()
     named = re.findall(r"Python :: (3\.\d+)$", SETTINGS["metadata"]["classifiers"], flags=re.M)
     assert named == WORKFLOW["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in minors]
+
+
+def test_links_of_the_long_description(tmp_path, monkeypatch):
+    """Without an address it is the README; with one, links to files are absolute, and name files that are there."""
+    readme = (ROOT / "README.md").read_text()
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert given["long_description"] == readme
+    (tmp_path / "README.md").write_text(
+        readme + "[here](#limits) [there](https://else.where/docs) ![](https://else.where/p.png)\n"
+    )
+    settings = (ROOT / "setup.cfg").read_text()
+    urls = "project_urls =\n    Changes = https://some.where/it/changes\n    Source = https://some.where/it/\n"
+    (tmp_path / "setup.cfg").write_text(settings.replace("[metadata]\n", "[metadata]\n" + urls))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "setup.py"))
+    link = re.compile(r"(!?)\[[^\]]*\]\(([^)]*)\)")
+    before, after = link.findall((tmp_path / "README.md").read_text()), link.findall(given["long_description"])
+    assert len(after) == len(before) > 15
+    for (picture, old), (_, new) in zip(before, after):
+        if old.startswith(("#", "https:")):
+            assert new == old
+        else:
+            assert new == f"https://some.where/it/{'raw' if picture else 'blob'}/HEAD/{old}"
+            assert (ROOT / old.partition("#")[0]).is_file(), old
 
 
 def test_the_console_script(capsys):
