@@ -1,9 +1,11 @@
 """The doctor on versions, variables, kernels and places; what ranks say together is in tests/system/failures."""
 
 import json
+import os
 import platform
 import re
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
@@ -57,6 +59,30 @@ def test_what_is_needed_is_what_setup_cfg_says(monkeypatch):
     lines = [f"{name}{specifier}" for name, specifier in from_file.items() if name != "python"]
     monkeypatch.setattr(versions, "requires", lambda name: [*lines, "pytest; extra == 'test'"])
     assert ranges() == from_file
+
+
+def test_locks_of_compilations_that_were_killed(tmp_path, monkeypatch):
+    """Of any op, under torch's folder per Python and under one that is set; not of one that may still be compiled."""
+    now = time.time()
+
+    def paths(found):
+        return [re.fullmatch(r"(\S+) is of \w+ \w+ .* \d{4}: .*", each.what)[1] for each in found]
+
+    for root, depth in ((tmp_path / "set", "."), (tmp_path / "cache/torch_extensions", "py312_cu130")):
+        for op, minutes in (("cpu_adam", 90), ("deepspeed_shm_comm", 2), ("fused_adam", None)):
+            (root / depth / op).mkdir(parents=True)
+            if minutes is not None:
+                (root / depth / op / "lock").touch()
+                os.utime(root / depth / op / "lock", (now, now - 60 * minutes))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    found = [*versions.compilation_problems()]
+    assert paths(found) == [f"{tmp_path}/cache/torch_extensions/py312_cu130/cpu_adam/lock"]
+    assert not found[0].serious and "delete it" in found[0].remedy
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "set"))
+    assert paths(versions.compilation_problems()) == [f"{tmp_path}/set/cpu_adam/lock"]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+    assert not [*versions.compilation_problems()]
 
 
 def test_deepspeed_that_does_not_fit(monkeypatch):

@@ -21,7 +21,7 @@ LINES = {
     "comm": 2064,
     "compute": 2475,
     "config": 1830,
-    "doctor": 1440,
+    "doctor": 1442,
     "formats": 2489,
     "fsdp2": 997,
     "kernels": 5102,

@@ -8,15 +8,11 @@ from typing import Any
 from zeropp_fp8.config import SECTION, PluginConfig
 
 
-def unused_fields(section: Mapping[str, Any], config: PluginConfig) -> list[str]:
+def unused_fields(section: Mapping[str, Any], config: PluginConfig) -> Iterator[str]:
     """A sentence for each field that is set by hand and changes nothing."""
     written = list(_written(section))
-    return [
-        f'"{SECTION}.{name}" changes nothing: {why}'
-        for fields, why in _idle(config)
-        for name in written
-        if name in fields
-    ]
+    for fields, why in _idle(config):
+        yield from (f'"{SECTION}.{name}" changes nothing: {why}' for name in written if name in fields)
 
 
 def _written(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

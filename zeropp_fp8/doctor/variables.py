@@ -33,7 +33,8 @@ def variable_problems(found: Mapping[str, str], interfaces: Iterable[str] | None
         if found.get(name, "").upper() == value:
             yield Problem(f"{name}={value}: {cost}", "unset it, if that is not meant", serious=False)
     names = [name for _, name in socket.if_nameindex()] if interfaces is None else list(interfaces)
-    for variable, matches in (("NCCL_SOCKET_IFNAME", _matches_nccl), ("GLOO_SOCKET_IFNAME", _matches_gloo)):
+    rules = {"NCCL_SOCKET_IFNAME": _matches_nccl, "GLOO_SOCKET_IFNAME": lambda value, name: name in value.split(",")}
+    for variable, matches in rules.items():
         value = found.get(variable)
         if value and not any(matches(value, name) for name in names):
             remedy = f"interfaces are {', '.join(names)}; name one of them, or unset it"
@@ -48,7 +49,3 @@ def _matches_nccl(value: str, name: str) -> bool:
     wanted = value.removeprefix("=").split(",")
     found = any(name == each if whole else name.startswith(each) for each in wanted if each)
     return found != inverted
-
-
-def _matches_gloo(value: str, name: str) -> bool:
-    return name in value.split(",")

@@ -6,6 +6,8 @@ import configparser
 import os
 import platform
 import sys
+import time
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from zeropp_fp8.config import RECIPE_VARIABLE
 from zeropp_fp8.doctor.problems import Problem
 
 SHOWN = ("torch", "triton", "deepspeed", "transformers", "peft", "accelerate", "trl", "torchao")
+LONGEST_COMPILATION = 1200  # seconds; `cpu_adam` takes some minutes on two cores
 
 
 def versions() -> dict[str, str]:
@@ -79,6 +82,17 @@ def deepspeed_problem() -> Problem | None:
         remedy = "mend that first; on a machine without a GPU set DS_ACCELERATOR=cpu"
         return Problem(f"DeepSpeed cannot be imported: {type(error).__name__}: {error}", remedy)
     return None
+
+
+def compilation_problems() -> Iterator[Problem]:
+    """Locks of compilations of DeepSpeed's ops that were killed: each later start waits for them, in silence."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions").expanduser()
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cache
+    for lock in sorted(path for depth in ("*/lock", "*/*/lock") for path in Path(root).glob(depth)):
+        made = lock.stat().st_mtime
+        if time.time() - made > LONGEST_COMPILATION:
+            what = f"{lock} is of {time.ctime(made)}: a job that needs this op of DeepSpeed waits for it, for ever"
+            yield Problem(what, "delete it, unless a compiler still runs", serious=False)
 
 
 def looks_at_ds_configs() -> bool:

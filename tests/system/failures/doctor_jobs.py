@@ -64,7 +64,7 @@ def several():
     with replaced(facts, "describe", lambda device: shared if rank else {"name": "CPU"}):
         found["device"] = diagnosed(name="device")
     del os.environ["NCCL_P2P_LEVEL"]
-    with replaced(facts, "versions", raising("no packages") if rank == 3 else facts.versions):
+    with replaced(facts.versions, "versions", raising("no packages") if rank == 3 else facts.versions.versions):
         found["looking"] = diagnosed(name="looking")
     with replaced(facts, "device_of", raising("no driver") if rank == 1 else facts.device_of):
         found["driver"] = diagnosed(name="driver")
