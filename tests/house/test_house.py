@@ -29,7 +29,7 @@ LINES = {
     "optim": 1182,
     "plan": 1772,
     "plugin": 1775,
-    "zero": 3075,
+    "zero": 3074,
     "zero/checkpoint": 380,
     "zero/export": 435,
     "zero/frozen": 1288,

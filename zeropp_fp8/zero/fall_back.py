@@ -59,7 +59,6 @@ def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
     for told in filter(None, gather_objects(problem, session.topology.group)):
         raise RuntimeError(f"falling back to high precision has failed on {told}")
     persistent = stage.persistent_parameters
-    gatherer.partition(persistent)
     gatherer.formats_changed()
     with session.ledger.counting("other"):
         gatherer.gather_now(persistent)

@@ -135,6 +135,11 @@ OF_FOUR = [fallen for fallen in FALLEN if "ds" in fallen[0] or fallen[0]["recipe
 OF_TWO = [(case, re.sub(r"\w+ within nodes, ", "", words)) for case, words in FALLEN if (case, words) not in OF_FOUR]
 
 
+def test_an_evaluation_before_a_fall_back():
+    """The weights that it leaves gathered are rounded: the next step gathers them anew."""
+    assert run_two(jobs.evaluated_before) == [{}] * 2
+
+
 @pytest.mark.parametrize(("ranks", "fallen"), [(4, OF_FOUR), (2, OF_TWO)])
 def test_after_a_fall_back_of_every_recipe(ranks, fallen):
     """Weights arrive as they rest, of 4 bytes per element; so do gradients; what is updated is by the formulas."""

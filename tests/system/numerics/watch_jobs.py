@@ -15,9 +15,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 from models import batches, compiled_by, full_weights, llama, section
 from numerics_jobs import WATCHED, decibels, small_model, sums_of, watch_arrivals
 from ranks import attempt, printed
-from running import Spec, backward, forward, loss_of, on_engine, run, scaled, see, step, update
+from running import Spec, backward, differing, evaluated, forward, loss_of, on_engine, run, scaled, see, step, update
 
 from zeropp_fp8.numerics import watch as watch_module
+from zeropp_fp8.zero.fall_back import fall_back
 
 SPIKE_AT, STEPS = 10, 13
 
@@ -149,6 +150,16 @@ def _fallen(**case):
     with compiled_by("aot_eager"):
         trace = run(spec, [*events, *last, see(next_step.compare)], data=data)
     return trace.seen[0][before:], {**trace.seen[1], "losses": (trace.losses[-1], next_step.plain_loss)}
+
+
+def evaluated_before():
+    """How a step after a fall-back differs where an evaluation came just before that."""
+    live = {f"stage3_max_{what}": 10**9 for what in ("live_parameters", "reuse_distance")}  # what it gathers stays
+    spec, (first, last, other) = spec_of("fall_back", ds={"zero_optimization": live}), batches(3, dist.get_rank())
+    fall = on_engine(lambda engine: fall_back(engine.optimizer))
+    looks = [], [see(evaluated, other)]
+    traces = [run(spec, [step, *look, fall, step], ("weights",), data=[first, last]) for look in looks]
+    return differing(*traces, but=["seen"])
 
 
 def without_memory():

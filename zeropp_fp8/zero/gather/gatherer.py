@@ -332,8 +332,8 @@ class Gatherer(Owner):
 
     def formats_changed(self) -> None:
         """Use other wire formats from now on. Call it between steps, on every rank; collective."""
+        self.drop(self.ownership.all_units)  # an evaluation without a step after it may have kept rounded values
         for unit in self.ownership.all_units:
-            self.hops.cancel(unit)
             unit.layout = None
         for storage in self.ownership.storages:
             storage.formats_changed()
