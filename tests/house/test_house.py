@@ -26,7 +26,7 @@ LINES = {
     "fsdp2": 997,
     "kernels": 5102,
     "numerics": 1169,
-    "optim": 1182,
+    "optim": 1183,
     "plan": 1772,
     "plugin": 1775,
     "zero": 3075,
