@@ -131,6 +131,46 @@ def test_another_norm_stays():
     assert list(norms_of(model)) == ["model.layers.0.post_attention_layernorm"]
 
 
+def residual_first(self, hidden_states, **kwargs):
+    hidden_states = hidden_states + self.input_layernorm(self.self_attn(hidden_states, **kwargs)[0])
+    mlp = self.mlp(hidden_states)
+    hidden_states = self.post_attention_layernorm(mlp)
+    return hidden_states
+
+
+def scaled_between(self, hidden_states, **kwargs):
+    normed = self.input_layernorm(hidden_states)
+    hidden_states = self.self_attn(normed * 2, **kwargs)[0] + hidden_states
+    normed = self.post_attention_layernorm(hidden_states)
+    return self.mlp(normed) + hidden_states
+
+
+@pytest.mark.parametrize(
+    "forward, fed", [(residual_first, []), (scaled_between, ["model.layers.0.post_attention_layernorm"])]
+)
+def test_a_norm_that_feeds_something_else_stays(forward, fed):
+    """Its result would be counted in the scale of a layer that never gets it."""
+    model = llama(hidden=64, intermediate=128, layers=1)
+    layer = model.model.layers[0]
+    layer.__class__ = type("Other", (type(layer),), {"forward": forward})
+    convert_linear_layers(model, DELAYED)
+    assert list(norms_of(model)) == fed
+
+
+@pytest.mark.parametrize("family, fed", [("qwen3", 2), ("granite", 2), ("exaone4", 0)])
+def test_norms_of_other_families(family, fed):
+    """EXAONE 4 normalizes what attention gives, and adds the residual before the MLP."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=4, vocab_size=64,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    convert_linear_layers(model, DELAYED)
+    assert len(norms_of(model)) == fed and fused_of(model) == ["model.layers.0.mlp"]
+
+
 def test_lora_on_the_last_layer_is_not_fused():
     from peft import LoraConfig, get_peft_model
 

@@ -10,6 +10,7 @@ from error_bounds import signal_to_noise_db
 from transformers import BatchEncoding
 
 from zeropp_fp8.__main__ import main as command
+from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.scaling import DelayedScaling
 from zeropp_fp8.config import ComputeConfig
 from zeropp_fp8.numerics.bisect import Bisection, say
@@ -162,7 +163,8 @@ def test_operands_that_are_cast_where_they_are_made():
     weight, ones = torch.rand(64), torch.rsqrt(x.square().mean(dim=1) + 1e-6)
 
     def made():
-        return scaling.rms_norm_input(0, x, weight, ones, True, True), scaling.swiglu_input(1, gate, up, True, True)
+        normed = scaling.made_input(0, casts.rms_norm, (x, weight, ones), True, True)
+        return normed, scaling.made_input(1, casts.swiglu, (gate, up), True, True)
 
     before = made()
     sampler = Sampler.__new__(Sampler)  # no engine: only what a step of it looks at

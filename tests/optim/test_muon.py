@@ -1,5 +1,6 @@
 """Muon's update against its formula in float64, torch.optim.Muon and DeepSpeed's, on whole matrices."""
 
+import copy
 import math
 import re
 
@@ -186,6 +187,36 @@ def test_matrices_and_vectors_in_one_optimizer():
     said = r'\(40,\) is no matrix; put what Muon does not update into a param group with "use_muon": False'
     with pytest.raises(ValueError, match=said):
         Muon(params).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_from_its_state_dict(dtype):
+    """The states of 16-bit parameters stay fp32: the next steps are those of the optimizer that was saved."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in ((8, 6), (6,), (4, 4))]
+
+    def made(values):
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        return params, Muon([{"params": params[::2]}, {"params": params[1:2], "use_muon": False}])
+
+    def step(params, optimizer, seed):
+        generator.manual_seed(seed)
+        for param in params[:2]:
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+        optimizer.step()
+
+    params, optimizer = made(weights)
+    for seed in range(3):
+        step(params, optimizer, seed)
+    others, resumed = made([param.detach() for param in params])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert {len(state) for state in resumed.state.values()} == {2, 3}, "a parameter without a gradient got a state"
+    for seed in range(3, 6):
+        step(params, optimizer, seed)
+        step(others, resumed, seed)
+    assert all(map(torch.equal, params, others))
+    for states in zip(optimizer.state.values(), resumed.state.values()):
+        torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes, takes_transposed_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
-from zeropp_fp8.compute.source import says
+from zeropp_fp8.compute.source import hands_on, says
 
 # transformers' LlamaRMSNorm, of which Mistral, Qwen2 and Qwen3 have copies.
 _FORWARD = """
@@ -37,9 +37,8 @@ class _RMSNorm(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         transposed = takes_transposed_codes(linear, training)
         inverse_rms = casts.inverse_rms(flat, epsilon)
-        values, pair = precision.scaling.rms_norm_input(
-            precision.layer, flat, weight, inverse_rms, transposed, training
-        )
+        inputs = flat, weight, inverse_rms
+        values, pair = precision.scaling.made_input(precision.layer, casts.rms_norm, inputs, transposed, training)
         if training:
             # A copy: ZeRO-3 may drop the Parameter's values before backward, and they are few.
             ctx.save_for_backward(x, weight.detach().clone(), inverse_rms.view(*x.shape[:-1], 1))
@@ -89,7 +88,9 @@ def fuse_rms_norms(model: nn.Module) -> list[nn.Module]:
     for layer in model.modules():
         for name, (part, consumer) in _CONSUMERS.items():
             norm, linear = getattr(layer, name, None), getattr(getattr(layer, part, None), consumer, None)
-            if norm is not None and scales_are_known(linear) and says(type(norm).forward, "hidden_states", _FORWARD):
+            if norm is None or not scales_are_known(linear) or not hands_on(type(layer).forward, name, part):
+                continue
+            if says(type(norm).forward, "hidden_states", _FORWARD):
                 fuse(norm, _RMSNormModule)
                 norm.feeds = (linear,)
                 fused.append(norm)

@@ -240,29 +240,16 @@ class DelayedScaling(Scaling):
         """Whether a layer's input has a history, so that it can be cast as it is made."""
         return _OPERANDS["activations"] + layer * _OF_A_LAYER in self._known
 
-    def swiglu_input(
-        self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool
+    def made_input(
+        self, layer: int, make: Callable, inputs: tuple[Tensor, ...], transposed: bool, training: bool
     ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
-        """(silu(gate) * up [R, C]; its operands as the layer's input); gate and up are [R, C].
+        """(a layer's input [R, C] that casts.swiglu or casts.rms_norm makes of inputs; its operands).
 
         One pass where the input has a history.
         """
-        scale, amax = self._entry(layer, "activations", gate.device, training)
+        scale, amax = self._entry(layer, "activations", inputs[0].device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
-        *pair, values = casts.swiglu(gate.contiguous(), up.contiguous(), dtype, scale, amax, True, transposed)
-        return values, tuple(pair)
-
-    def rms_norm_input(
-        self, layer: int, x: Tensor, weight: Tensor, inverse_rms: Tensor, transposed: bool, training: bool
-    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
-        """(RMSNorm of x [R, C]; its operands as the layer's input); weight is [C], inverse_rms fp32 [R].
-
-        One pass over x where the input has a history.
-        """
-        scale, amax = self._entry(layer, "activations", x.device, training)
-        dtype = FP8_DTYPES[self.formats["activations"]]
-        inputs = x.contiguous(), weight.contiguous(), inverse_rms
-        *pair, values = casts.rms_norm(*inputs, dtype, scale, amax, True, transposed)
+        *pair, values = make(*(each.contiguous() for each in inputs), dtype, scale, amax, True, transposed)
         return values, tuple(pair)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.differentiable_once import applied, differentiable_once
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes, takes_transposed_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
@@ -28,7 +29,7 @@ class _SwiGLU(torch.autograd.Function):
         precision = down.precision
         transposed = takes_transposed_codes(down, training) and not precision.weight_is_transposed
         flat = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
-        values, pair = precision.scaling.swiglu_input(precision.layer, *flat, transposed, training)
+        values, pair = precision.scaling.made_input(precision.layer, casts.swiglu, flat, transposed, training)
         if training:
             ctx.save_for_backward(gate, up)
         values = values.view(gate.shape)

@@ -48,7 +48,7 @@ class UnquantizedFormat(WireFormat):
     @torch.no_grad()
     def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)
-        raw = matrix.to(self.dtype).contiguous().view(torch.uint8)
+        raw = matrix.to(self.dtype).contiguous().as_strided(matrix.shape, (matrix.shape[1], 1)).view(torch.uint8)
         if out is None:
             return F.pad(raw, (0, self.payload_bytes(matrix.shape[1]) - raw.shape[1]))
         out[:, : raw.shape[1]] = raw

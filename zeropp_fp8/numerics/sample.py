@@ -120,8 +120,7 @@ class Sampler(StagePart):
     def _look_at_products(self, scaling: Scaling) -> None:
         self._before(scaling, "quantize", self._quantize)
         if isinstance(scaling, DelayedScaling):  # which casts some operands where they are made
-            self._before(scaling, "rms_norm_input", self._fused_input)
-            self._before(scaling, "swiglu_input", self._fused_input)
+            self._before(scaling, "made_input", self._fused_input)
 
     def _before(self, owner: object, name: str, look: Callable) -> None:
         own = getattr(owner, name)

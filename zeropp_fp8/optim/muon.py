@@ -218,6 +218,15 @@ class Muon(torch.optim.Optimizer):
             for refused in UPDATES["Muon"].refusals(group):
                 raise ValueError(refused)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load fp32 states as they are: torch would give them their parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved, own = ([p for g in groups["param_groups"] for p in g["params"]] for groups in (state_dict, vars(self)))
+        for number, param in zip(saved, own):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[param][name] = value.to(param.device, torch.float32)
+
     @torch.no_grad()
     def step(self, closure=None):
         """One step of all parameters with gradients."""

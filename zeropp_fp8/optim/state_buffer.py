@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
+from zeropp_fp8.formats.e8m0 import NAN_SCALE, E8M0Scale, power_of_two
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_formats import TILE, StateFormats, check_scales, storage_of
-
-NAN_SCALE = 255
 
 
 class StateBuffer:
@@ -84,7 +83,8 @@ class StateBuffer:
             self.segments.view(self.codes, segment).copy_(self.storage.codes_of(values))
             return
         rows = self._rows(segment)
-        x = _padded(values, rows.numel()).view_as(rows)
+        padding = rows.numel() - numel
+        x = (F.pad(values, (0, padding)) if padding else values).view_as(rows)
         magnitudes = x.view(torch.int32) & 0x7FFFFFFF  # as integers NaN > Inf > every finite number
         scales = self.storage.scale_bytes(magnitudes.amax(dim=1))
         scaled = x * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1)
@@ -162,14 +162,6 @@ class StateBuffer:
 
 
 _ANY_SCALE = E8M0Scale(448.0, "rceil", spoiled_by_special=True)  # decoding does not depend on the element
-
-
-def _padded(values: Tensor, numel: int) -> Tensor:
-    if values.numel() == numel:
-        return values
-    out = values.new_zeros(numel)
-    out[: values.numel()] = values
-    return out
 
 
 def make_state_buffers(

@@ -124,7 +124,6 @@ class Launch:
     max_registers: int | None = None
 
     def options(self) -> dict:
-        """The keyword arguments of a launch."""
         options = {"num_warps": self.num_warps, "enable_fp_fusion": False}
         if self.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.max_registers

@@ -102,12 +102,10 @@ class QuantizedWeight:
 
     @property
     def numel(self) -> int:
-        """Elements of the weight."""
         return self.shape[0] * self.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the payload lies."""
         return self.payload.device
 
     @property
