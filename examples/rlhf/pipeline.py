@@ -104,6 +104,8 @@ def read_settings(path: str | None, changes: list[str]) -> dict:
             settings = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"--settings {path} is no JSON: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"--settings {path}: give an object, options by stage")
     for change in changes:
         names, equals, value = change.partition("=")
         *outer, last = names.split(".")
@@ -196,12 +198,13 @@ def plan(arguments: PipelineArguments, settings: dict, accelerator: str, ranks: 
     out, stages = Path(arguments.out), []
     model, data = arguments.model, arguments.data
     if model is None or data is None:
-        options = {"out": str(out / "data"), "seed": arguments.seed, "model": "small"} | settings.get("make_data", {})
+        given = {name: value for name, value in settings.get("make_data", {}).items() if value is not None}
+        options = {"out": str(out / "data"), "seed": arguments.seed, "model": "small"} | given
         folder, size = options["out"], options["model"]
         if model is not None:
             del options["model"]
         # Its flags have no values.
-        options = {name: value for name, value in options.items() if value is not None and value is not False}
+        options = {name: value for name, value in options.items() if value is not False}
         stages.append(Stage("data", "make_data.py", options))
         model, data = model or str(Path(folder, size)), data or folder
     made = [stage.name for stage in stages]

@@ -100,6 +100,9 @@ def test_a_settings_file_that_is_none(tmp_path):
     path.write_text('{"sft": 5}')
     with pytest.raises(ValueError, match="settings of sft: give options by name"):
         read_settings(str(path), [])
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"--settings .*settings.json: give an object, options by stage"):
+        read_settings(str(path), [])
     with pytest.raises(FileNotFoundError):
         read_settings(str(tmp_path / "none.json"), [])
 
@@ -278,6 +281,8 @@ def test_an_own_model_and_own_data(tmp_path):
     data, sft, *_ = planned(model="someone/model")
     assert data.options == {"out": "runs/x/data", "seed": 0} and sft.options["model"] == "someone/model"
     assert sft.options["data"] == ["runs/x/data/sft.jsonl"] and sft.after == ["data"]
+    data, sft, *_ = planned({"make_data": {"model": None, "letters": None}})  # as if nothing was given
+    assert data.options["model"] == "small" and sft.options["model"] == "runs/x/data/small"
     options = {"make_data": {"model": "tiny", "out": str(tmp_path / "made"), "text_characters": 0, "chat": False}}
     data, sft, *_ = planned(options, data=str(tmp_path))
     assert data.options == {"out": str(tmp_path / "made"), "seed": 0, "model": "tiny", "text_characters": 0}
