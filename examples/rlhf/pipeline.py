@@ -354,15 +354,22 @@ def run(stage: Stage, out: Path, accelerator: str, ranks: int, ended: dict[str, 
         ds_config.write_text(json.dumps(stage.ds_config, indent=2) + "\n")
         words += ["--deepspeed-config", str(ds_config)]
     record = {"settings": settings, "after": after, "command": [stage.script, *words], "ended": None}
-    path.write_text(json.dumps(record, indent=1) + "\n")  # from now on the folder is known as this stage's
+    write_record(path, record)  # from now on the folder is known as this stage's
     began = time.monotonic()
     if stage.ds_config is None:
         alone(stage.name, HERE / stage.script, words)
     else:
         launch(stage.name, HERE / stage.script, words, accelerator, ranks)
     record |= {"seconds": round(time.monotonic() - began, 1), "ended": datetime.now(timezone.utc).isoformat()}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, record)
     return record
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Write it whole, or leave the one before: a disk may be full, and --resume reads it."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)
 
 
 def alone(name: str, script: Path, words: list[str]) -> None:

@@ -524,6 +524,23 @@ def test_a_stage_that_was_stopped(stand_in, tmp_path):
     assert run(other, tmp_path, "cpu", 2, {})["settings"]["--lr"] == 0.2 and calls_in(tmp_path) == ["ppo"]
 
 
+def test_a_record_that_could_not_be_written(stand_in, tmp_path, monkeypatch):
+    """The disk is full when a stage has ended: the record of its beginning stays, and --resume reads it."""
+    stage, write = Stage("ppo", stand_in, {"out": str(tmp_path / "ppo")}, {}), Path.write_text
+
+    def half(path, text):
+        full = '"ended": null' not in text and "stage" in path.name
+        write(path, text[:20] if full else text)
+        if full:
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr(Path, "write_text", half)
+        run(stage, tmp_path, "cpu", 2, {})
+    assert json.loads((tmp_path / "ppo" / "stage.json").read_text())["ended"] is None
+    assert run(stage, tmp_path, "cpu", 2, {})["ended"] is not None and calls_in(tmp_path) == ["ppo", "ppo"]
+
+
 def test_what_was_made_from_another_run_is_made_again(stand_in, tmp_path, capfd):
     """Also where it has a checkpoint, and where it was stopped."""
     stage = Stage("ppo", stand_in, {"out": str(tmp_path / "ppo")}, {}, after=["sft", "reward"])
