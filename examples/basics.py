@@ -133,14 +133,18 @@ def failing_together(what: str) -> Iterator[None]:
 
 
 class JsonLines:
-    """JSON lines on rank 0, nothing on the others. A resumed run adds to the file of the run that it continues."""
+    """JSON lines on rank 0, nothing on the others.
 
-    def __init__(self, path: str | Path | None, append: bool) -> None:
+    A run that goes on after `done` steps adds to the file of the run that it continues. What that wrote of later steps
+    goes, and a line that it did not write to its end.
+    """
+
+    def __init__(self, path: str | Path | None, done: int) -> None:
         self._path = Path(path) if path and dist.get_rank() == 0 else None
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not append:
-                self._path.write_text("")
+            lines = self._path.read_text().split("\n")[:-1] if done and self._path.is_file() else []
+            self._path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= done))
 
     def write(self, **entry) -> None:
         """Add one line."""

@@ -220,7 +220,7 @@ def train(
     arguments: argparse.Namespace, engine, training: Sequences, held_out: Sequences, start: int, fixed: dict
 ) -> dict:
     """Steps `start` ... arguments.steps - 1, with evaluation and checkpoints; returns the figures of the run."""
-    log = JsonLines(arguments.loss_log, append=start > 0)
+    log = JsonLines(arguments.loss_log, done=start)
     is_main = dist.get_rank() == 0
     losses, seconds, evaluated = [], [], {}
     bar = tqdm(

@@ -94,7 +94,7 @@ def main() -> None:
         gc.collect()  # an engine is full of circles, and the next model is loaded before Python looks for them
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
             said = ", ".join(f"{function} {mean:.4f}" for function, mean in means.items())
             print(f"{model}: {said} of {len(rows)} prompts", flush=True)
     shut_down()

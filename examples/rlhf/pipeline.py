@@ -104,6 +104,8 @@ def read_settings(path: str | None, changes: list[str]) -> dict:
             settings = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"--settings {path} is no JSON: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"--settings {path}: give an object, options by stage")
     for change in changes:
         names, equals, value = change.partition("=")
         *outer, last = names.split(".")
@@ -196,12 +198,13 @@ def plan(arguments: PipelineArguments, settings: dict, accelerator: str, ranks: 
     out, stages = Path(arguments.out), []
     model, data = arguments.model, arguments.data
     if model is None or data is None:
-        options = {"out": str(out / "data"), "seed": arguments.seed, "model": "small"} | settings.get("make_data", {})
+        given = {name: value for name, value in settings.get("make_data", {}).items() if value is not None}
+        options = {"out": str(out / "data"), "seed": arguments.seed, "model": "small"} | given
         folder, size = options["out"], options["model"]
         if model is not None:
             del options["model"]
         # Its flags have no values.
-        options = {name: value for name, value in options.items() if value is not None and value is not False}
+        options = {name: value for name, value in options.items() if value is not False}
         stages.append(Stage("data", "make_data.py", options))
         model, data = model or str(Path(folder, size)), data or folder
     made = [stage.name for stage in stages]
@@ -351,15 +354,22 @@ def run(stage: Stage, out: Path, accelerator: str, ranks: int, ended: dict[str, 
         ds_config.write_text(json.dumps(stage.ds_config, indent=2) + "\n")
         words += ["--deepspeed-config", str(ds_config)]
     record = {"settings": settings, "after": after, "command": [stage.script, *words], "ended": None}
-    path.write_text(json.dumps(record, indent=1) + "\n")  # from now on the folder is known as this stage's
+    write_record(path, record)  # from now on the folder is known as this stage's
     began = time.monotonic()
     if stage.ds_config is None:
         alone(stage.name, HERE / stage.script, words)
     else:
         launch(stage.name, HERE / stage.script, words, accelerator, ranks)
     record |= {"seconds": round(time.monotonic() - began, 1), "ended": datetime.now(timezone.utc).isoformat()}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, record)
     return record
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Write it whole, or leave the one before: a disk may be full, and --resume reads it."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)
 
 
 def alone(name: str, script: Path, words: list[str]) -> None:

@@ -33,7 +33,7 @@ from common.advantage import (
     whiten,
     zero_outside,
 )
-from common.arguments import PPOArguments, check_rollout, parse, read_ds_config
+from common.arguments import PPOArguments, check_length, check_rollout, parse, read_ds_config
 from common.batch import Tokens
 from common.ema import WeightAverage
 from common.figures import Clock, means, rollout_figures
@@ -239,7 +239,9 @@ def main() -> None:
     with refusals():
         ds_config = read_ds_config(arguments)
         check_rollout(arguments, ds_config)
-        model_config("--model", find_start(arguments.model).base)
+        config = model_config("--model", find_start(arguments.model).base)
+        if arguments.pretraining_coefficient:
+            check_length(arguments.pretraining_tokens, config, "--pretraining_tokens")
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)

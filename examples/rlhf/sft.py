@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,7 +64,9 @@ def main() -> None:
 
     def losses(micro_batches: Sequence[list]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         batches = [collate(items, tokenizer.pad_token_id) for items in micro_batches]
-        tokens = tokens_a_micro_batch([batch["response_mask"].to(engine.device) for batch in batches], dist.group.WORLD)
+        # Of what is held out each rank says the mean over its own tokens.
+        group = dist.group.WORLD if torch.is_grad_enabled() else None
+        tokens = tokens_a_micro_batch([batch["response_mask"].to(engine.device) for batch in batches], group)
         for batch in batches:
             ids, attention, mask = (tensor.to(engine.device) for tensor in batch.values())
             logits = engine(input_ids=ids, attention_mask=attention, use_cache=False).logits

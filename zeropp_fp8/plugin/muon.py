@@ -76,16 +76,12 @@ def _rows_of(name: str, param: nn.Parameter, module: nn.Module) -> Rows | None:
     """
     *path, leaf = name.removesuffix(".weight").split(".")
     rows = sharded.shape(param)[-2]
-    heads = getattr(param, "muon_num_heads", None)
-    if heads:
+    if heads := getattr(param, "muon_num_heads", None):
         return Rows(heads, (rows // heads,), joined=False)
     config = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if (
-        leaf == "gate_up_proj"
-        and rows % 2 == 0
-        and not getattr(module.get_submodule(".".join(path)), "is_transposed", False)
-    ):
+    transposed = getattr(module.get_submodule(".".join(path)), "is_transposed", False)
+    if leaf == "gate_up_proj" and rows % 2 == 0 and not transposed:
         return Rows(1, (rows // 2, rows // 2))
     kind = getattr(config, "model_type", None)
     if leaf not in _FUSED or kind not in _WHOLE + _BESIDE:

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import IN_TREE_KEYS, SECTION, TRIAL_VARIABLE, ConfigError, without_in_tree_keys
+from zeropp_fp8.optim import Muon
 from zeropp_fp8.plugin.throughput import wait_for_compute
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
@@ -62,6 +63,9 @@ class ZeroppEngine(DeepSpeedEngine):
         from zeropp_fp8.plugin.muon import muon_of
 
         return muon_of(self.module, model_parameters, self.optimizer_params() or {})
+
+    def zero_allow_untested_optimizer(self):
+        return isinstance(self.basic_optimizer, Muon) or super().zero_allow_untested_optimizer()
 
     def _configure_expert_parallel(self, *args, **kwargs):
         try:

@@ -176,7 +176,8 @@ class AdaptiveKL(FixedKL):
     Args:
         coefficient: to begin with.
         target: KL divergence of a response, in nats.
-        horizon: responses over which the coefficient changes by at most about 20 %.
+        horizon: responses over which the coefficient changes by at most about 20 %; an iteration of more changes it by
+            no more than that, or it would end up below 0.
 
     Raises:
         ValueError: target or horizon is not above 0.
@@ -197,4 +198,4 @@ class AdaptiveKL(FixedKL):
             responses: how many these were.
         """
         error = min(max((kl - self.target) / self.target, -0.2), 0.2)
-        self.coefficient *= 1 + error * responses / self.horizon
+        self.coefficient *= 1 + error * min(1.0, responses / self.horizon)

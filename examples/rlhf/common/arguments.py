@@ -333,8 +333,16 @@ def checked_ds_config(ds_config: dict, name: str) -> dict:
         ValueError: it is not for ZeRO stage 3, a size is no number, or the plugin cannot honour it.
     """
     resolve(ds_config)
-    if ds_config.get("zero_optimization", {}).get("stage") != 3:
+    zero = ds_config.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") != 3:
         raise ValueError(f'{name}: set "zero_optimization.stage" to 3; these scripts are for ZeRO-3')
+    if "train_batch_size" in ds_config and not {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= set(
+        ds_config
+    ):
+        raise ValueError(
+            f'{name}: "train_batch_size" alone does not say what a step is made of; give '
+            '"train_micro_batch_size_per_gpu" and "gradient_accumulation_steps" instead'
+        )
     sizes = {key: ds_config.get(key, 1) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
     for key, value in sizes.items():
         if type(value) is not int or value < 1:
@@ -372,6 +380,10 @@ def check_rollout(arguments: RolloutArguments, ds_config: dict) -> None:
             f"--reward_weights has {len(arguments.reward_weights)} numbers for {len(arguments.reward_functions)} "
             "--reward_functions; give one each"
         )
+    if len(set(arguments.reward_functions)) < len(arguments.reward_functions):
+        raise ValueError(f"--reward_functions {' '.join(arguments.reward_functions)}: name each once")
+    if getattr(arguments, "kl_target", None) is not None and not arguments.kl_coefficient:
+        raise ValueError("--kl_target changes --kl_coefficient by factors, and 0 would stay 0: give one above 0")
     if getattr(arguments, "pretraining_coefficient", 0) and not arguments.pretraining_data:
         raise ValueError("--pretraining_coefficient mixes in text rows: name them with --pretraining_data")
 

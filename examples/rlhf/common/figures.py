@@ -24,7 +24,7 @@ def rollout_figures(rollout: Rollout, scores: Tensor, parts: dict[str, Tensor]) 
     return {
         "reward": scores.mean(),
         "reward_std": masked_var(scores, everything, dist.group.WORLD).sqrt(),
-        **{f"reward_{name}": masked_mean(part, ~part.isnan()) for name, part in parts.items()},
+        **{f"reward_{name}": masked_mean(part, ~part.isnan(), dist.group.WORLD) for name, part in parts.items()},
         "response_tokens": rollout.response_mask.sum(1).float().mean(),
         "ended": rollout.ended.float().mean(),
     }

@@ -110,7 +110,8 @@ class Checkpoints:
 
     def _remove_old(self, step: int) -> None:
         """Keep the latest ones, and nothing of a run that was stopped while it saved."""
-        found = {int(path.name.removeprefix("step")): path for path in self._folder.glob("step*")}
+        numbers = {path: path.name.removeprefix("step") for path in self._folder.glob("step*")}
+        found = {int(number): path for path, number in numbers.items() if number.isdecimal()}  # not a copy of a user's
         kept = sorted(number for number in found if number <= step)
         kept = kept if self._keep == ALL else kept[-self._keep :]
         for number, path in found.items():

@@ -104,14 +104,25 @@ def tokens_of(item: dict) -> int:
     return sum(len(each["input_ids"]) for each in ([item["chosen"], item["rejected"]] if "chosen" in item else [item]))
 
 
+def weight_of(item: dict) -> int:
+    """Of how many things an item's figures are means: a pair, or the tokens that are learned."""
+    return 1 if "chosen" in item else sum(item["response_mask"])
+
+
 @torch.no_grad()
 def _evaluate(engine, losses: Losses, items: list, size: int) -> dict[str, float]:
-    """Means of the figures over the items, dealt to the ranks; the last batches are filled up with the first items."""
+    """Means of the figures over all pairs or learned tokens. Items are dealt to the ranks, each once."""
     rank, world = dist.get_rank(), dist.get_world_size()
     engine.eval()
-    figures = []
-    for first in range(0, math.ceil(len(items) / (size * world))):
-        dealt = range((first * world + rank) * size, (first * world + rank + 1) * size)
-        figures += [said for _, said in losses([[items[index % len(items)] for index in dealt]])]
+    sums = []
+    for batch in range(math.ceil(len(items) / (size * world))):
+        first = (batch * world + rank) * size
+        dealt = items[first : first + size]
+        weight = torch.tensor(float(sum(map(weight_of, dealt))), device=engine.device)
+        # A rank whose items have run out computes for nothing: all ranks gather weights together.
+        ((_, said),) = losses([dealt or items[:1]])
+        sums.append({name: value * weight for name, value in said.items()} | {"weight": weight})
     engine.train()
-    return {f"eval_{name}": value for name, value in mean_over_ranks(means(figures)).items()}
+    totals = mean_over_ranks(means(sums))
+    weight = totals.pop("weight")
+    return {f"eval_{name}": total / weight for name, total in totals.items()}

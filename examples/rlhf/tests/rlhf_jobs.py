@@ -342,9 +342,9 @@ def checkpoints(folder):
 
     def folders():
         dist.barrier()
-        names = sorted(path.name for path in Path(folder, "run", "checkpoints").iterdir())
+        names = {path.name for path in Path(folder, "run", "checkpoints").iterdir()}
         dist.barrier()
-        return names
+        return sorted(names - {"step3 is good"}) if "step3 is good" in names else "the user's is gone"
 
     def resumed(**given):
         """Return what a new process would go on with."""
@@ -358,6 +358,7 @@ def checkpoints(folder):
     dist.barrier()  # as loading a model is in a run
     log["fresh"] = saved.begin({"actor": engine}, {"more": counter})
     torch.manual_seed(rank)
+    Path(folder, "run", "checkpoints", "step3 is good").mkdir(parents=True, exist_ok=True)  # a user's
     for step in (3, 6, 9):
         engine.number, counter.number = 10 * rank + step, rank - step
         saved.save(step)
@@ -411,6 +412,55 @@ def failing_rewards(folder, reward):
         return scores.tolist(), {name.rpartition(":")[2]: part.tolist() for name, part in parts.items()}
 
     return attempt(lambda: score(fail=True)), score(fail=False), columns_for(functions)
+
+
+class Still:
+    """An engine that has nothing to do."""
+
+    device = "cpu"
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def held_out_means(counts, size):
+    """[(passes of this rank, mean of pairs, mean of tokens)] for numbers of items; the i-th says i."""
+    from common.supervised import _evaluate
+
+    found = []
+    for count in counts:
+        pairs = [{"chosen": i} for i in range(count)]
+        texts = [{"value": float(i), "response_mask": [True] * (i + 1) + [False]} for i in range(count)]
+        passes, engine = [], Still()
+
+        def of_pairs(batches, passes=passes):
+            passes.extend(batches)
+            for batch in batches:
+                yield None, {"said": torch.tensor([float(pair["chosen"]) for pair in batch]).mean()}
+
+        def of_tokens(batches):
+            for batch in batches:
+                tokens = [text["value"] for text in batch for learned in text["response_mask"] if learned]
+                yield None, {"said": torch.tensor(tokens).mean()}
+
+        means = [_evaluate(engine, losses, items, size) for losses, items in ((of_pairs, pairs), (of_tokens, texts))]
+        found.append((len(passes), *(mean["eval_said"] for mean in means)))
+    return found
+
+
+def part_that_one_rank_has():
+    """The mean of a reward that rank 0 alone has of its responses, one of two."""
+    from common.figures import rollout_figures
+    from common.monitor import mean_over_ranks
+    from common.rollout import as_rollout
+    from common.tokenizer import make_byte_tokenizer
+
+    rollout = as_rollout([[1], [2]], [[65, 257], [66]], [257], make_byte_tokenizer())
+    part = torch.tensor([4.0 if dist.get_rank() == 0 else float("nan"), float("nan")])
+    return mean_over_ranks(rollout_figures(rollout, torch.zeros(2), {"mine": part}))["reward_mine"]
 
 
 def evaluation(folder, model, counts):

@@ -1,7 +1,9 @@
 """The RLHF examples on gloo ranks, part by part: the first step, shared backbones, averages, checkpoints, rewards."""
 
+import json
 import math
 import shutil
+from datetime import datetime
 
 import pytest
 import rlhf_jobs as jobs
@@ -259,6 +261,22 @@ def test_a_reward_function_that_fails_on_one_rank_fails_on_all(tmp_path):
         assert columns == ["answer", "fail"]
 
 
+def test_what_is_held_out_counts_once():
+    """Whatever the number of ranks and the size of a batch: pairs alike, texts by the tokens that are learned."""
+    counts = [1, 2, 3, 5, 8, 9]
+    for world in (1, 2):
+        for found in run_ranks(jobs.held_out_means, world=world, counts=counts, size=2):
+            for count, (passes, of_pairs, of_tokens) in zip(counts, found, strict=True):
+                assert passes == math.ceil(count / (2 * world))
+                assert of_pairs == pytest.approx((count - 1) / 2)
+                tokens = sum(i + 1 for i in range(count))
+                assert of_tokens == pytest.approx(sum(i * (i + 1) for i in range(count)) / tokens)
+
+
+def test_a_reward_is_the_mean_of_the_responses_that_have_it():
+    assert run_ranks(jobs.part_that_one_rank_has, world=2) == [4.0, 4.0]
+
+
 @pytest.mark.parametrize("fails", [[], [0], [1, 2]])
 def test_failing_together(fails):
     for rank, (said, world) in enumerate(run_ranks(jobs.together, world=3, fails=fails)):
@@ -293,3 +311,17 @@ def test_evaluate_has_one_model_at_a_time(recipe, tmp_path):
     ):
         assert raised == [None]
         assert there == [0, 0, 0]
+
+
+def test_answers_beside_a_column_that_json_has_no_type_for(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    make_starts(tmp_path)
+    (tmp_path / "out").mkdir()
+    rows = [{"prompt": "1+1=", "answer": "2", "asked": datetime(2026, 1, 2)}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "prompts.parquet")
+    where = {"folder": tmp_path / "out", "models": [str(tmp_path / "base")], "rows": str(tmp_path / "prompts.parquet")}
+    ((raised, _),) = run_ranks(jobs.evaluated, world=1, config=jobs.config_of("lossless"), **where)
+    assert raised == [None]
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "base.jsonl").read_text().splitlines()]
+    assert row["answer"] == "2" and row["asked"] == "2026-01-02 00:00:00" and row["exact_match"] in (0, 1)

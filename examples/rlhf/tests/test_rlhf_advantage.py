@@ -363,6 +363,8 @@ def test_adaptive_kl():
         controller.update(kl, 256)
         coefficient *= 1 + error * 256 / 10000
         assert controller.coefficient == pytest.approx(coefficient, rel=1e-12)
+    controller.update(0.0, 10**6)  # many ranks: a factor of 1 - 0.2 * 100 would reward what goes far
+    assert controller.coefficient == pytest.approx(0.8 * coefficient, rel=1e-12)
 
 
 def test_controllers_continue_where_they_were():

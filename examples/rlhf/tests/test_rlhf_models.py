@@ -634,6 +634,14 @@ def test_command_line(monkeypatch):
         ),
         (["--reward_functions", "exact"], "reward function 'exact': give one of exact_match"),
         (["--reward_model", "r", "--pretraining_coefficient", "1"], "name them with --pretraining_data"),
+        (
+            ["--reward_functions", "gsm8k", "gsm8k", "format", "--reward_weights", "1", "2", "3"],
+            "--reward_functions gsm8k gsm8k format: name each once",
+        ),
+        (
+            ["--reward_model", "r", "--kl_coefficient", "0", "--kl_target", "6"],
+            "--kl_target changes --kl_coefficient by factors, and 0 would stay 0: give one above 0",
+        ),
     ],
 )
 def test_rollouts_that_cannot_be_run_are_refused(monkeypatch, more, said):
@@ -662,11 +670,13 @@ def test_ds_configs_that_do_not_fit(tmp_path):
     assert read({"zero_optimization": {"stage": 3}}) == {
         "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
     }  # fmt: skip
-    for ds_config in ({}, {"zero_optimization": {"stage": 2}}):
+    for ds_config in ({}, {"zero_optimization": {"stage": 2}}, {"zero_optimization": 3}):
         with pytest.raises(ValueError, match=r'c.json: set "zero_optimization.stage" to 3'):
             read(ds_config)
     with pytest.raises(ValueError, match="\"gradient_accumulation_steps\" is 'auto'; give a number"):
         read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"})
+    with pytest.raises(ValueError, match='"train_batch_size" alone does not say what a step is made of; give'):
+        read({"zero_optimization": {"stage": 3}, "train_batch_size": 64, "gradient_accumulation_steps": 2})
     with pytest.raises(ValueError, match='"gradient_accumulation_steps" is 0; give a number of at least 1'):
         read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 0})
     with pytest.raises(ValueError, match='there is no recipe "zerop"'):

@@ -100,6 +100,9 @@ def test_a_settings_file_that_is_none(tmp_path):
     path.write_text('{"sft": 5}')
     with pytest.raises(ValueError, match="settings of sft: give options by name"):
         read_settings(str(path), [])
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"--settings .*settings.json: give an object, options by stage"):
+        read_settings(str(path), [])
     with pytest.raises(FileNotFoundError):
         read_settings(str(tmp_path / "none.json"), [])
 
@@ -278,6 +281,8 @@ def test_an_own_model_and_own_data(tmp_path):
     data, sft, *_ = planned(model="someone/model")
     assert data.options == {"out": "runs/x/data", "seed": 0} and sft.options["model"] == "someone/model"
     assert sft.options["data"] == ["runs/x/data/sft.jsonl"] and sft.after == ["data"]
+    data, sft, *_ = planned({"make_data": {"model": None, "letters": None}})  # as if nothing was given
+    assert data.options["model"] == "small" and sft.options["model"] == "runs/x/data/small"
     options = {"make_data": {"model": "tiny", "out": str(tmp_path / "made"), "text_characters": 0, "chat": False}}
     data, sft, *_ = planned(options, data=str(tmp_path))
     assert data.options == {"out": str(tmp_path / "made"), "seed": 0, "model": "tiny", "text_characters": 0}
@@ -517,6 +522,23 @@ def test_a_stage_that_was_stopped(stand_in, tmp_path):
     (tmp_path / "ppo" / "stage.json").write_text(json.dumps(record | {"ended": None}))
     other = dataclasses.replace(stage, options=stage.options | {"lr": 0.2})
     assert run(other, tmp_path, "cpu", 2, {})["settings"]["--lr"] == 0.2 and calls_in(tmp_path) == ["ppo"]
+
+
+def test_a_record_that_could_not_be_written(stand_in, tmp_path, monkeypatch):
+    """The disk is full when a stage has ended: the record of its beginning stays, and --resume reads it."""
+    stage, write = Stage("ppo", stand_in, {"out": str(tmp_path / "ppo")}, {}), Path.write_text
+
+    def half(path, text):
+        full = '"ended": null' not in text and "stage" in path.name
+        write(path, text[:20] if full else text)
+        if full:
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr(Path, "write_text", half)
+        run(stage, tmp_path, "cpu", 2, {})
+    assert json.loads((tmp_path / "ppo" / "stage.json").read_text())["ended"] is None
+    assert run(stage, tmp_path, "cpu", 2, {})["ended"] is not None and calls_in(tmp_path) == ["ppo", "ppo"]
 
 
 def test_what_was_made_from_another_run_is_made_again(stand_in, tmp_path, capfd):

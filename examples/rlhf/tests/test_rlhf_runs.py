@@ -9,7 +9,7 @@ import pytest
 import rlhf_jobs as jobs
 import torch
 from ranks import run_ranks
-from rlhf_starts import make_starts
+from rlhf_starts import folder_of, make_starts, write
 from safetensors.torch import load_file
 from thinning import thinned
 
@@ -125,6 +125,10 @@ def test_stock_deepspeed_and_refusals(made, tmp_path):
         "ValueError: --resume: --clip was 0.2, is 0.1 now; give what the run began with": ["--resume", "--clip", "0.1"],
         "--max_prompt_tokens and --max_new_tokens make 209 tokens, but the model has 128": ["--max_new_tokens", "200"],
         "no 'answer', which the reward function needs": [*new, "--data", str(made / "sft.jsonl")],
+        "--pretraining_tokens make 500 tokens, but the model has 128 positions": [
+            *(*new, "--pretraining_tokens", "500", "--pretraining_coefficient", "1"),
+            *("--pretraining_data", str(made / "text.jsonl")),
+        ],
         "have more than 2 tokens": [*new, "--max_prompt_tokens", "2"],
         "is a LlamaForCausalLM, which has no score; train it with reward.py": [
             *new,
@@ -135,6 +139,23 @@ def test_stock_deepspeed_and_refusals(made, tmp_path):
     for raised, _, _ in run_script("ppo", config, tmp_path, *([*argv, *more] for more in refused.values())):
         for said, wanted in zip(raised, refused):
             assert wanted in said
+
+
+@pytest.mark.parametrize("name", ["sft", "reward"])
+def test_held_out_losses_do_not_depend_on_the_batch(name, made, tmp_path):
+    """Five rows of several lengths in batches of 1 and of 4, which the second rank has less of."""
+    rows = [{"prompt": f"{i}=", "completion": "z" * 3**i} for i in range(4)] + [{"prompt": "4=", "completion": "yx"}]
+    if name == "reward":
+        rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no"} for row in rows]
+    write(tmp_path / "rows.jsonl", rows)
+    data, found = str(tmp_path / "rows.jsonl"), []
+    argv = ["--model", str(made / "base"), "--data", data, "--eval_data", data, "--steps", "1", "--lr", "0"]
+    for size in (1, 4):
+        config = jobs.config_of(None, {"train_micro_batch_size_per_gpu": size})
+        (raised, log, _), _ = run_script(name, config, folder_of(tmp_path, str(size)), [*argv, "--max_tokens", "64"])
+        assert raised == [None]
+        found.append({key: value for key, value in log[1].items() if key.startswith("eval_")})
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("name, recipe", thinned(["sft", "reward"], ["qlora", "zeropp"]))

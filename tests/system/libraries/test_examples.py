@@ -155,12 +155,12 @@ def runs(tmp_path_factory, train_command, hugging_face_model):
     settings = ("zeropp", 5, "--save", checkpoint, "--save-every", 3)
     whole = train_command(folder, "whole", *settings, "--eval-every", 4, model=hugging_face_model)
     launched([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *whole])
-    # As after an interruption: the checkpoint of step 3 is the latest, and the log ends there.
+    # As after an interruption: the checkpoint of step 3 is the latest, and the log goes on into a line of step 6.
     assert (checkpoint / "latest").read_text() == "step5"
     (checkpoint / "latest").write_text("step3")
     shutil.rmtree(checkpoint / "step5")
     written = (folder / "whole.jsonl").read_text().splitlines(keepends=True)
-    (folder / "interrupted.jsonl").write_text("".join(written[:3]))
+    (folder / "interrupted.jsonl").write_text("".join(written) + '{"step": 6, "lo')
     resumed = train_command(folder, "interrupted", "zeropp", 5, "--resume", checkpoint, model=hugging_face_model)
     # Not the tiny model: none of its linear layers has the 64 features from which on layers compute in MX.
     commands = {recipe: train_command(folder, recipe, recipe, 3, model="llama-small") for recipe in RECIPES}

@@ -23,6 +23,7 @@ from zeropp_fp8.plugin import muon as plugin_muon
 
 LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "use_muon": False}
+NO_PERMISSION = {"zero_allow_untested_optimizer": False}  # as in a ds_config of a user's
 EIGHT_BITS = {"exp_avg_format": "fp8_e4m3", "scales": "block"}
 SECTIONS = {
     "lossless": section("lossless", partition="whole_tensor"),
@@ -46,7 +47,8 @@ def muon(params):
 
 
 def spec_of(the_section, seed=0, **options):
-    return Spec(the_section, model=functools.partial(llama, layers=1, seed=seed), optimizer=muon, **options)
+    model = functools.partial(llama, layers=1, seed=seed)
+    return Spec(the_section, config=NO_PERMISSION, model=model, optimizer=muon, **options)
 
 
 def seen_of_states(engine):
@@ -113,7 +115,7 @@ def partitioned_while_made(steps):
 
 def by_config(the_section, params=PARAMS, stage=3, **options):
     """A Spec whose ds_config makes Muon."""
-    config = options.pop("config", {})
+    config = NO_PERMISSION | options.pop("config", {})
     made = {"optimizer": {"type": "Muon", "params": params}, "zero_optimization": {"stage": stage}, **config}
     return Spec(the_section, config=made, **{"model": MODEL, "optimizer": None, **options})
 
