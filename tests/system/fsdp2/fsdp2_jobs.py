@@ -538,6 +538,21 @@ def replicated_micro_batches(recipe, how, make=llama, change=None):
     return grads, sent, early
 
 
+def residuals_of_three_copies():
+    """Losses of stock and with residuals where, without vectors, gradients take another way between three copies."""
+    data, found = list(batches(4, dist.get_rank())), []
+    for recipe, fields in ((None, {}), ("zeropp", {"gradients": {"error_feedback": True}})):
+        model = on_copies(recipe, fields, copies=3, make=odd)
+        optimizer = adamw(model)
+        losses = trained(model, data[:2], optimizer)
+        for param in model.parameters():
+            param.requires_grad_(param.dim() > 1)
+        losses += trained(model, data[2:3], optimizer)
+        model.requires_grad_(True)
+        found.append(losses + trained(model, data[3:], optimizer))
+    return found
+
+
 def two_dtypes():
     """Losses of modules whose frozen parameters are in bf16, of stock and of a recipe; computed in fp32."""
     data, found = list(batches(3, dist.get_rank())), []

@@ -212,6 +212,11 @@ def test_a_copy_in_each_node_with_error_feedback(copies):
         assert losses == pytest.approx(stock, rel=1e-2)
 
 
+def test_residuals_where_gradients_take_another_way_between_copies():
+    for stock, losses in run_ranks(jobs.residuals_of_three_copies, world=3, ranks_per_node=1):
+        assert losses == pytest.approx(stock, rel=1e-2)
+
+
 def test_a_copy_in_each_node_without_some_gradients():
     for (losses, *_), (stock, *_) in zip(
         run_ranks(jobs.replicated, recipe="zeropp", make=jobs.odd, skip=(1,)),
