@@ -598,6 +598,16 @@ def _over_two_meshes():
     return fully_shard(model, mesh=mesh["a"], shard_placement_fn=placed)
 
 
+def _with_codes():
+    """A model that is in FP32 but for a frozen parameter, which has bytes."""
+
+    def add(model):
+        codes = torch.zeros(64, 32, dtype=torch.uint8)
+        blocks_of(model)[0].register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+
+    return sharded(adapt=add)
+
+
 def _with_memory_of_the_group():
     model = sharded()
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -630,6 +640,7 @@ def refused():
         "exact in 32 bits": attempt(lambda: fsdp2.apply(sharded(), "zeropp-exact")),
         "copies print once": _printed_by_copies(),
         "nodes": attempt(lambda: fsdp2.apply(sharded(), "zeropp", ranks_per_node=3)),
+        "codes": attempt(lambda: fsdp2.apply(_with_codes())),
         "gathers itself": attempt(lambda: fsdp2.apply(_gathering_itself())),
         "not applied": attempt(lambda: fsdp2.wire_report(sharded())),
         "fewer ranks": attempt(lambda: loss_of(resharded, tokens).backward()),

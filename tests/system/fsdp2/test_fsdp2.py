@@ -335,6 +335,7 @@ def test_refusals():
         assert "wheights" in said["unknown"] and "did you mean" in said["unknown"]
         assert "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in said["exact in 32 bits"]
         assert "ranks_per_node" in said["nodes"]
+        assert "parameters in torch.uint8 would be gathered" in said["codes"] and "ignored_params" in said["codes"]
         assert "bring a gather of their own" in said["gathers itself"]
         assert "call apply() on this model first" in said["not applied"]
         assert '"reshard_after_forward" as true or false' in said["fewer ranks"]
