@@ -23,7 +23,7 @@ LINES = {
     "config": 1830,
     "doctor": 1442,
     "formats": 2489,
-    "fsdp2": 997,
+    "fsdp2": 996,
     "kernels": 5099,
     "numerics": 1168,
     "optim": 1183,

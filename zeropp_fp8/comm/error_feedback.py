@@ -5,8 +5,8 @@ in 8 bits with a scale per block (LoCo, arXiv 2407.04480, also uses 8 bits). Onl
 its codes have 4 bits, and the residual is only 1/ranks_per_node of the gradient. If each rank is a node, it is the
 whole gradient: 1.02 bytes per parameter.
 
-A residual is dropped (set to zero) when its tensor's gradient had NaN or Inf, when a step is skipped for overflow, when
-the loss scale, in whose units it is, changes, and when a checkpoint of another world size is loaded.
+A residual is dropped (set to zero) when its gradient had NaN or Inf, or is sent in other slices; all are when a step is
+skipped for overflow, when the loss scale, their unit, changes, and when a checkpoint of another world size is loaded.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class ErrorFeedback:
         residuals, parts = Residuals(self._format, buffer, offsets, sizes), {}
         for i, key in enumerate(keys):
             if sizes[i]:
-                parts[key] = residuals.of(i)
-                if key in self._payloads:  # loaded, or part of another message until now
-                    parts[key].copy_(self._payloads[key])
+                parts[key], known = residuals.of(i), self._payloads.get(key)
+                if known is not None and known.shape == parts[key].shape:  # loaded, or of another message until now
+                    parts[key].copy_(known)
         self._payloads |= parts
         others = {names: message for names, message in self._messages.items() if not message[1].keys() & parts.keys()}
         self._messages = {**others, tuple(keys): (residuals, parts)}

@@ -43,8 +43,8 @@ class MicroBatches:
         self._versions = self._unit.gradient_versions()
 
     def check_finished(self) -> None:
-        """Raise RuntimeError if no last backward has sent on what is kept. It is the same on all ranks."""
-        if self.kept is not None:
+        """Raise RuntimeError if no last backward has sent on what is kept and not given up. The same on all ranks."""
+        if self.kept is not None and any(member.sharded_param.grad is not None for member in self._unit.members):
             raise RuntimeError(
                 f"zeropp_fp8.fsdp2: gradients of {self._unit.names[0]} and others are still {self._where} before the "
                 "last micro-batch, whose backward must reach all trained parameters of the module"

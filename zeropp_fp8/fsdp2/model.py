@@ -117,7 +117,7 @@ def apply(
     groups = list(_groups_of(model))
     dtypes = {dtype_of(g, member) for _, g in groups for member in g.fsdp_params}
     section = {"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, **section}
-    config = _resolved(section, any(dtype.itemsize == 2 for dtype in dtypes))
+    config = _resolved(section, dtypes)
     if config.gradients.error_feedback and torch.float16 in dtypes:
         raise ConfigError(
             f'"{SECTION}.gradients.error_feedback": residuals of fp16 gradients are of the loss scale that was; set it '
@@ -142,8 +142,16 @@ def apply(
     return model
 
 
-def _resolved(section: dict[str, Any], in_16_bits: bool) -> PluginConfig:
-    """The settings of a section for a model that is gathered in 16 bits, or in 32."""
+def _resolved(section: dict[str, Any], dtypes: set[torch.dtype]) -> PluginConfig:
+    """The settings of a section for a model that is gathered in these dtypes."""
+    unknown = dtypes - {torch.float32, torch.bfloat16, torch.float16}
+    if unknown:
+        raise ConfigError(
+            f"zeropp_fp8.fsdp2: parameters in {', '.join(sorted(map(str, unknown)))} would be gathered, not numbers of "
+            "16 or 32 bits: give fully_shard an mp_policy whose param_dtype is of these, or, where they are no such "
+            "numbers, ignored_params"
+        )
+    in_16_bits = any(dtype.itemsize == 2 for dtype in dtypes)
     recipe = section["recipe"]
     if recipe not in RECIPES:
         raise ConfigError(

@@ -1,13 +1,4 @@
-"""torchtitan's jobs with these collectives: configs of its registries whose models get them once they are sharded.
-
-# my_runs.py, for `torchrun ... -m torchtitan.train --module my_runs --config llama3_8b`
-from torchtitan.models.llama3 import config_registry
-from zeropp_fp8.fsdp2.torchtitan import with_collectives
-
-
-def llama3_8b():
-    return with_collectives(config_registry.llama3_8b(), recipe="zeropp")
-"""
+"""torchtitan's jobs with these collectives: configs of its registries whose models get them once they are sharded."""
 
 from __future__ import annotations
 

@@ -289,6 +289,11 @@ def micro_batches_cut_short():
     model, _ = begun()
     model.set_is_last_backward(True)
     found["left out"] = attempt(lambda: model(data[1]).backward())
+    model, optimizer = begun()
+    optimizer.zero_grad()
+    model.set_is_last_backward(True)
+    model(input_ids=data[1], labels=data[1], skip=(1,)).loss.backward()
+    found["given up, and skipped"] = attempt(optimizer.step)
     return found
 
 
@@ -538,6 +543,21 @@ def replicated_micro_batches(recipe, how, make=llama, change=None):
     return grads, sent, early
 
 
+def residuals_of_three_copies():
+    """Losses of stock and with residuals where, without vectors, gradients take another way between three copies."""
+    data, found = list(batches(4, dist.get_rank())), []
+    for recipe, fields in ((None, {}), ("zeropp", {"gradients": {"error_feedback": True}})):
+        model = on_copies(recipe, fields, copies=3, make=odd)
+        optimizer = adamw(model)
+        losses = trained(model, data[:2], optimizer)
+        for param in model.parameters():
+            param.requires_grad_(param.dim() > 1)
+        losses += trained(model, data[2:3], optimizer)
+        model.requires_grad_(True)
+        found.append(losses + trained(model, data[3:], optimizer))
+    return found
+
+
 def two_dtypes():
     """Losses of modules whose frozen parameters are in bf16, of stock and of a recipe; computed in fp32."""
     data, found = list(batches(3, dist.get_rank())), []
@@ -578,6 +598,16 @@ def _over_two_meshes():
     return fully_shard(model, mesh=mesh["a"], shard_placement_fn=placed)
 
 
+def _with_codes():
+    """A model that is in FP32 but for a frozen parameter, which has bytes."""
+
+    def add(model):
+        codes = torch.zeros(64, 32, dtype=torch.uint8)
+        blocks_of(model)[0].register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+
+    return sharded(adapt=add)
+
+
 def _with_memory_of_the_group():
     model = sharded()
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -610,6 +640,7 @@ def refused():
         "exact in 32 bits": attempt(lambda: fsdp2.apply(sharded(), "zeropp-exact")),
         "copies print once": _printed_by_copies(),
         "nodes": attempt(lambda: fsdp2.apply(sharded(), "zeropp", ranks_per_node=3)),
+        "codes": attempt(lambda: fsdp2.apply(_with_codes())),
         "gathers itself": attempt(lambda: fsdp2.apply(_gathering_itself())),
         "not applied": attempt(lambda: fsdp2.wire_report(sharded())),
         "fewer ranks": attempt(lambda: loss_of(resharded, tokens).backward()),
