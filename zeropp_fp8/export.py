@@ -153,7 +153,6 @@ def _mapped(values: Tensor, path: Path) -> Tensor:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("export", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder that save_checkpoint was given")
     parser.add_argument("out", metavar="NEW_FOLDER", help="a folder that is not there yet, or empty")

@@ -90,6 +90,11 @@ def is_full(param: Parameter) -> bool:
     return param.ds_status._name_ == "AVAILABLE"
 
 
+def holds_codes(module: nn.Module) -> bool:
+    """Whether a layer's weight is codes in a dtype of numbers, which rounding would spoil: bitsandbytes' of 4 bits."""
+    return any(getattr(each, "quant_state", None) is not None for each in (module, module._parameters.get("weight")))
+
+
 def full(params: Iterable[Parameter]) -> list[Parameter]:
     """Return the gathered parameters."""
     return [param for param in params if param.ds_status._name_ == "AVAILABLE"]

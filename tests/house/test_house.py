@@ -17,25 +17,25 @@ from tests.places import ROOT
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 996,  # sharded.py, 248 lines, is the one that knows DeepSpeed's parameters
-    "comm": 2064,
+    "": 1000,  # sharded.py, 252 lines, is the one that knows DeepSpeed's parameters
+    "comm": 2060,
     "compute": 2478,
     "config": 1830,
-    "doctor": 1442,
+    "doctor": 1441,
     "formats": 2489,
-    "fsdp2": 996,
+    "fsdp2": 997,
     "kernels": 5099,
     "numerics": 1168,
     "optim": 1183,
-    "plan": 1772,
+    "plan": 1771,
     "plugin": 1775,
-    "zero": 3074,
+    "zero": 3080,
     "zero/checkpoint": 380,
     "zero/export": 435,
-    "zero/frozen": 1288,
-    "zero/gather": 3067,  # the units of a module are kept, which a step on GPUs asks 56 times
+    "zero/frozen": 1290,
+    "zero/gather": 3064,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 926,
-    "zero/handover": 1654,
+    "zero/handover": 1652,
     "zero/owners": 989,
     "zero/reduce": 1482,
     "zero/states": 941,

@@ -179,7 +179,6 @@ class ActivationExchange:
         self._count(self.route(group), [numel * tensor.element_size() for numel in numels], numels, evaluating)
 
     def _shares(self, tensor: Tensor, size: int, splits, block_size: int, backward: bool) -> _Shares:
-        """Cut a tensor into the ranks' shares."""
         if splits is None:
             numel = tensor.numel() // size
             parts = [(tensor, numel, size, *self._layout(numel, block_size, tensor, size, backward))]

@@ -85,7 +85,6 @@ class ErrorFeedback:
         return residuals
 
     def reset(self) -> None:
-        """Drop every residual."""
         self._payloads.clear()
         self._messages.clear()
 

@@ -147,5 +147,4 @@ class BufferRing:
         self._free.clear()
 
     def num_bytes(self) -> int:
-        """Return the bytes of the free buffers."""
         return sum(storage.numel() for storage, _ in self._free)

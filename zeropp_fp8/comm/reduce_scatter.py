@@ -58,7 +58,6 @@ class Rings:
 
     @classmethod
     def on(cls, device: torch.device) -> Rings:
-        """Return new rings on `device`."""
         # Two units on the fast links: one is sent while one is filled. Six on the network, so that backward can run
         # ahead of it: its buffers are ranks_per_node times smaller.
         return cls(BufferRing(device, 2), BufferRing(device, 2), BufferRing(device, 6), BufferRing(device, 6))

@@ -56,7 +56,6 @@ class Ranks:
         self.store.set(f"{what}/decided", json.dumps(decided))
 
     def decided(self, what: str, limit_s: float) -> Any:
-        """The decision of rank 0."""
         key = f"{what}/decided"
         try:
             self.store.wait([key], timedelta(seconds=limit_s))

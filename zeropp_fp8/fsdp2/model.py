@@ -75,7 +75,6 @@ def _shared(groups: Sequence[tuple[FSDPModule, Any]]) -> tuple[dist.ProcessGroup
 
 
 def _replicas(mesh: DeviceMesh, shards: dist.ProcessGroup, device: torch.device) -> Replicas:
-    """The ranks of other copies."""
     shared = {} if mesh.ndim != 1 else set(mesh.mesh.tolist()) & set(dist.get_process_group_ranks(shards))
     if shared != {dist.get_rank()}:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
@@ -70,10 +71,11 @@ class FSDPUnit(SlicedUnit):
     def sends_exactly(self, what: str, member: FSDPParam) -> bool:
         """Whether the "weights" or "gradients" of a parameter are sent in 16 or 32 bits, whatever the formats."""
         skipped = getattr(self.route.session.config, what).skip_modules
+        if sharded.holds_codes(member._module_info.module):
+            return True
         return len(member._orig_size) < 2 or matches(self.names[self.members.index(member)], skipped)
 
     def wire_format_of(self, member: FSDPParam) -> WireFormat:
-        """The format of a parameter's weights."""
         quantized = None if self.sends_exactly("weights", member) else self.route.session.formats.weights
         return quantized or UnquantizedFormat(dtype_of(self.group, member))
 

@@ -242,7 +242,6 @@ class Job:
 
     @property
     def all_parameters(self) -> float:
-        """The model's, and adapters."""
         return self.model.parameters + (self.trained_parameters if self.lora else 0)
 
     @property

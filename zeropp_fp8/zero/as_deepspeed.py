@@ -298,7 +298,6 @@ class _MadeWhenAsked(dict):
         return self[key]
 
     def move(self, device: torch.device) -> None:
-        """Move all entries."""
         self.update({key: tensor.to(device) for key, tensor in self.items()})
 
 

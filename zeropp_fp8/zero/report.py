@@ -34,7 +34,6 @@ EXPECTED_RATE = 1e-5  # the learning rate for which bytes of differences are pre
 
 
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[Row]:
-    """All lines of the table."""
     rows = [*_weight_rows(session, gatherer), *_difference_rows(session, gatherer)]
     for storage in gatherer.ownership.storages:
         rows += storage.report_rows([p for unit in gatherer.units if unit.storage is storage for p in unit.params])
@@ -82,7 +81,8 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
         return "" if param.requires_grad else "frozen; stored in 16 or 32 bits"
     if is_vector(sharded.shape(param)) and weights.format != "none":
         return "fewer than 2 dimensions: norms and biases stay in high precision"
-    return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
+    named = "named in weights.skip_modules, or another library's codes"
+    return named if id(param) in session.exact["weights"] else "weights.format is none"
 
 
 def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) -> list[Row]:
@@ -196,7 +196,6 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
 
 
 def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Print the table on rank 0."""
     if session.topology.rank != 0:
         return
     lines = table_of(session, _rows(session, gatherer, model, blocks))

@@ -18,6 +18,7 @@ from zeropp_fp8.comm import Topology, WireLedger, gather_objects, make_topology
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     FIXED_BLOCKS,
+    SECTION,
     ConfigError,
     GradientsConfig,
     Place,
@@ -145,11 +146,19 @@ class Session:
         return self._of_experts[group]
 
     def leave_exact(self, model: nn.Module) -> None:
-        """Send parameters in full that `skip_modules` of weights and gradients name."""
+        """Send in full what `skip_modules` name and other libraries' codes; a ConfigError where they are integers."""
         named = list(model.named_parameters(remove_duplicate=False))
         for what in self.exact:
             patterns = getattr(self.config, what).skip_modules
             self.exact[what] = frozenset(id(param) for name, param in named if patterns and matches(name, patterns))
+        packed = filter(sharded.holds_codes, model.modules())
+        self.exact["weights"] |= {id(param) for module in packed for param in module.parameters(recurse=False)}
+        for name, param in named:
+            if not param.is_floating_point():
+                raise ConfigError(
+                    f"{name} is in {param.dtype}, and only numbers of 16 and 32 bits are sent: load the model with "
+                    f'bitsandbytes\' bnb_4bit_quant_storage=torch.bfloat16, or whole, with "{SECTION}.frozen"'
+                )
 
     def sends_exactly(self, what: str, param: Parameter) -> bool:
         """Whether the "weights" or "gradients" of a parameter are sent in 16 or 32 bits, whatever the formats."""

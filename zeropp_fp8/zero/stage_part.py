@@ -88,7 +88,6 @@ class StagePart:
 
 
 def table_of(session, rows: Iterable[Row]) -> list[str]:
-    """Return the lines of a start table."""
     config, topology = session.config, session.topology
     recipe = config.recipe or "none (lossless plus the ZeRO++ keys)"
     if config.recipe_variable:

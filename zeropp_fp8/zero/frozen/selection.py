@@ -39,6 +39,8 @@ _LEVELS_ABOVE = 2  # modules that a weight's own must be in before it is judged 
 
 def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     """The parameters of a module itself that may be stored."""
+    if sharded.holds_codes(module):
+        return []
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
         return [] if isinstance(module, nn.Embedding) else [p for p in found if not is_vector(sharded.shape(p))]

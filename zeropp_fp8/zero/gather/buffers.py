@@ -41,7 +41,6 @@ class Regions:
         return self.flat(buffer, index, ranks).view(ranks, self.places[index][1])
 
     def all_of(self, buffer: Tensor, ranks: int) -> list[Tensor]:
-        """Every region of a buffer."""
         return [self.of(buffer, index, ranks) for index in range(len(self.places))]
 
 

@@ -159,11 +159,9 @@ class Unit(ABC):
     # -- its parameters on the wire ---------------------------------------------------------------------------------
 
     def format_of(self, param: Parameter) -> WireFormat:
-        """The wire format of a parameter."""
         return self.route.format_of(param)
 
     def dtype_of(self, param: Parameter) -> torch.dtype:
-        """The dtype of a parameter's values."""
         return sharded.shard_dtype(param)
 
     def is_exact(self, param: Parameter) -> bool:

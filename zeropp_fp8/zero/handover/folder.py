@@ -25,7 +25,6 @@ def listed(folder: Path) -> list[int]:
 
 
 def headers_of(folder: Path, version: int) -> list[Header]:
-    """The headers of a version's updates."""
     return [Header(**header) for header in json.loads(_list(folder, version).read_text())]
 
 
@@ -61,7 +60,6 @@ def write_version(folder: Path, updates: Iterable[Update]) -> list[Header]:
 
 
 def delete(folder: Path, version: int) -> None:
-    """Delete a version and its files."""
     headers = headers_of(folder, version)
     _list(folder, version).unlink()  # first, so that no listed version lacks a file
     for header in headers:
