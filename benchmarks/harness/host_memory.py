@@ -19,8 +19,9 @@ class PeakOfMemory:
     """
 
     def __enter__(self) -> PeakOfMemory:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
         gc.collect()
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+        ctypes.CDLL(None).malloc_trim(0)  # what is free already would be taken again, without a new page
         self._start = self.peak, self.mapped = self._now()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
