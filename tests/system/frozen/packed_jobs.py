@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from zeropp_fp8 import fsdp2
 
-RATES = 1 / 64  # what a code counts
+SCALE = 1 / 64  # of a code
 
 
 class PackedLinear(nn.Linear):
@@ -21,13 +21,13 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, plain: nn.Linear, storage: torch.dtype) -> None:
         super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
-        codes = (plain.weight.detach() / RATES).round().clamp(-127, 127).to(torch.int8)
+        codes = (plain.weight.detach() / SCALE).round().clamp(-127, 127).to(torch.int8)
         self.quant_state = plain.weight.shape
         self.weight = nn.Parameter(codes.view(-1, 1).view(torch.uint8).view(-1).view(storage).view(-1, 1), False)
 
     def forward(self, x):
         codes = self.weight.detach().reshape(-1).view(torch.int8)
-        return nn.functional.linear(x, RATES * codes.view(self.quant_state).to(x.dtype))
+        return nn.functional.linear(x, SCALE * codes.view(self.quant_state).to(x.dtype))
 
 
 def packed(storage):
